@@ -1,0 +1,50 @@
+# What one does here. `make` alone lists it.
+include .env
+export BASE_IMAGE
+PYTHON ?= python3
+VENV := .venv/bin
+REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/done ## a cluster of 2 nodes x 2 ranks on this machine, without Docker, trains MNIST
+	@$(VENV)/python -m allranks simulate --launcher sing --nnodes 2 --nproc-per-node 2 \
+	  $(VENV)/python images/pytorch-dist-mnist/dist.py
+
+test: .venv/done ## every test that can run here; says which it left out, and why
+	@$(VENV)/python -m pytest
+
+lint: .venv/done ## ruff, hadolint, shellcheck
+	$(VENV)/ruff check && $(VENV)/ruff format --check
+	$(VENV)/hadolint images/*/Dockerfile
+	$(VENV)/shellcheck scripts/*.sh .ci/run
+
+build: ## both images: allranks-base, pytorch-dist-mnist
+	docker build -t $(BASE) -f images/base/Dockerfile --build-arg BASE_IMAGE --build-arg REVISION=$(REVISION) \
+	  --build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg CUDA_VERSION=$(CUDA_VERSION) .
+	docker build -t $(DIST_MNIST) --build-arg BASE=$(BASE) images/pytorch-dist-mnist
+
+up: ## the cluster of compose/, on the GPU where there is one; builds the image if it is missing
+	@docker image inspect $(DIST_MNIST) >/dev/null 2>&1 || $(MAKE) build
+	docker compose -f compose/docker-compose.yml \
+	  $$(docker info --format '{{json .Runtimes}}' | grep -q nvidia && echo -f compose/gpu.yml) up
+
+lock: .venv/done ## renew the three lock files from pyproject.toml
+	$(VENV)/uv pip compile $(LOCK) --group image -o images/base/requirements.lock
+	$(VENV)/uv pip compile $(LOCK) --group dev -o tests/requirements.lock
+	$(VENV)/uv pip compile $(LOCK) --group uv -o images/base/uv.lock
+LOCK := -q --upgrade --universal --python-version 3.10 --generate-hashes --no-header
+
+clean: ## remove .venv
+	rm -rf .venv
+
+.venv/done: images/base/requirements.lock images/base/uv.lock tests/requirements.lock
+	$(PYTHON) -m venv --clear .venv
+	$(VENV)/pip install -q --disable-pip-version-check --require-hashes -r images/base/uv.lock
+	$(VENV)/uv pip install --python $(VENV)/python --require-hashes -r images/base/requirements.lock -r tests/requirements.lock
+	echo $(CURDIR) > "$$($(VENV)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/allranks.pth"
+	touch $@
+
+.PHONY: help demo test lint build up lock clean
+.DEFAULT_GOAL := help

@@ -1,0 +1,105 @@
+"""python -m allranks run | explain | simulate"""
+
+import os
+import sys
+
+
+def main(argv: list[str]) -> int:
+    from allranks.errors import AllranksError
+    from allranks.network import say
+
+    try:
+        if argv[:1] == ["explain"] and set(argv[1:]) <= {"--json"}:
+            return _explain("--json" in argv)  # in a few milliseconds: no option parser, no torch
+        return _command(argv)
+    except AllranksError as error:
+        say(str(error))
+        return error.status
+
+
+def _explain(as_json: bool) -> int:
+    from allranks.resolve import resolve
+
+    world = resolve(os.environ)
+    if as_json:
+        import json
+
+        print(json.dumps(world._asdict()))
+        return 0
+    for field, value in world._asdict().items():
+        if field != "sources":
+            print(
+                f"{field:17}{'not known yet' if value is None else value!s:45}{world.sources.get(field, '')}".rstrip()
+            )
+    return 0
+
+
+def _command(argv: list[str]) -> int:
+    args = _parser().parse_args(argv)
+    if not args.command:
+        _parser().error(f"{args.verb}: which command? For example: python -m allranks {args.verb} python train.py")
+    if args.verb == "simulate":
+        from allranks.simulate import simulate
+
+        return simulate(args.command, args.launcher, args.nnodes, args.nproc_per_node)
+    from allranks.launch import run
+
+    run(args.command, args.nproc_per_node, not args.no_fork)
+    raise AssertionError("run never returns")
+
+
+def _parser():
+    import argparse
+
+    from allranks.launchers import LAUNCHERS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m allranks",
+        description="Distributed PyTorch that starts the first time, on whatever starts it.",
+        epilog="Variables: NPROC_PER_NODE (ranks per node), ALLRANKS_LAUNCHER (which launcher is meant where two are "
+        "visible), ALLRANKS_RENDEZVOUS_TIMEOUT (seconds to wait for the other nodes, 600). Exit status: that of the "
+        "first rank that failed, 128 + the signal that stopped the job, or one of allranks' own (see the README).",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | explain | simulate")
+    run = verbs.add_parser(
+        "run",
+        help="run a script that expects torchrun's variables, unchanged, under any launcher",
+        description="Run a command as every rank of the job: one process per GPU where the launcher starts one per "
+        "node, in place where it has started every rank. Ranks of a .py script share one interpreter's imports.",
+    )
+    run.add_argument(
+        "--nproc-per-node", type=_positive, metavar="N", help="ranks on this node (default: its GPUs, or 1)"
+    )
+    run.add_argument("--no-fork", action="store_true", help="start a fresh interpreter for each rank")
+    explain = verbs.add_parser(
+        "explain",
+        help="show what this process's environment means, and start nothing",
+        description="Show what this process's environment means, and start nothing.",
+    )
+    explain.add_argument("--json", action="store_true", help="one JSON object; null where a field is not known yet")
+    simulate = verbs.add_parser(
+        "simulate",
+        help="run a command on a cluster of local processes",
+        description="Start one process per node (or per rank, where the launcher does), each with the variables that "
+        "the launcher would have set, all on loopback.",
+    )
+    names = [row.name for row in LAUNCHERS]
+    simulate.add_argument("--launcher", choices=names, default="sing", help="whose variables to wear (default: sing)")
+    simulate.add_argument("--nnodes", type=_positive, default=2, metavar="N", help="nodes (default: 2)")
+    simulate.add_argument(
+        "--nproc-per-node", type=_positive, default=1, metavar="N", help="ranks per node (default: 1)"
+    )
+    for verb in (run, simulate):
+        verb.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

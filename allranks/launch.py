@@ -1,0 +1,180 @@
+"""launch(): from what the launcher said to the environment that torchrun would have set."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from allranks import machine
+from allranks.agent import may_fork, supervise
+from allranks.errors import AllranksError, CannotStart, InvalidVariable, MissingVariable
+from allranks.mend import mend
+from allranks.network import check_port_free, free_port, own_name, say, wait_for_master
+from allranks.resolve import World, overlooked, resolve
+
+
+def launch(nproc_per_node: int | None = None, *, fork: bool = True) -> World:
+    """Return in every rank of the job, with the environment that torchrun would have set.
+
+    Call it first in main(), before CUDA is touched. Where the launcher has started one process per node, this one
+    becomes the parent of that node's ranks and never comes back; each rank runs the script from its top.
+
+    nproc_per_node: ranks on this node; else NPROC_PER_NODE, else one per GPU, else 1. fork: ranks are forked from
+    this process, after its imports; False starts fresh interpreters. ALLRANKS_RENDEZVOUS_TIMEOUT: seconds to wait
+    for the other nodes (600). An error is one line on standard error and the exit status of its class.
+    """
+    try:
+        return _launch(nproc_per_node, fork, None)
+    except AllranksError as error:
+        say(str(error))
+        sys.exit(error.status)
+
+
+def run(command: list[str], nproc_per_node: int | None, fork: bool) -> None:
+    """Run a command, unchanged, as every rank of the job; a Python script shares one interpreter's imports.
+
+    Never returns. Raises AllranksError.
+    """
+    words = command[1:] if os.path.basename(command[0]) in ("python", "python3") and len(command) > 1 else command
+    if words[0].endswith(".py"):
+        sys.argv[:] = words
+        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+        _launch(nproc_per_node, fork, lambda: _run_path(words[0]))
+        _run_path(words[0])
+        sys.exit(0)
+    _launch(nproc_per_node, False, None)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise CannotStart(f"{command[0]!r}: {error.strerror}", "a script or a program on PATH", "correct it") from None
+
+
+def _launch(nproc_per_node: int | None, fork: bool, script: Callable[[], object] | None) -> World:
+    _leave_pid_1()
+    machine.die_with_parent()
+    world = resolve(os.environ, sys.argv)
+    if line := overlooked(world, os.environ):
+        say(f"warning: {line}")
+    if world.level == "process":
+        _take_local_rank_out_of(sys.argv)
+        return _enter(world)
+    nproc = nproc_per_node or world.local_world_size or max(machine.gpu_count(), 1)
+    if nproc == 1:
+        alone = {"rank": world.node_rank, "world_size": world.nnodes, "local_rank": 0, "local_world_size": 1}
+        return _enter(world._replace(**alone))
+    script = script or _find_script()
+    world = _meet(world, is_master=world.node_rank == 0, alone=world.nnodes == 1)
+    _set_omp_threads(nproc)
+    if world.host_addr:
+        os.environ[world.sources["host_addr"]] = world.host_addr
+    supervise(world, nproc, script if fork and may_fork() else None, _rendezvous_timeout())
+    raise AssertionError("the parent of the ranks never returns")
+
+
+def _enter(world: World) -> World:
+    """This process is a rank: see the way to the master, then make the environment torchrun's."""
+    nproc = world.local_world_size or 1  # a rank that is not told of others is alone on its host
+    if world.local_rank is None and (gpus := machine.gpu_count()) > 1:
+        raise MissingVariable(
+            f"LOCAL_RANK not set, and this process sees {gpus} GPUs",
+            "to be told which of them is this rank's own",
+            "set LOCAL_RANK (0 for the first rank on each host), or show each process its own GPU alone",
+        )
+    world = _meet(
+        world._replace(
+            local_rank=world.local_rank or 0,
+            local_world_size=nproc,
+            node_rank=world.rank // nproc if world.node_rank is None else world.node_rank,
+            nnodes=world.nnodes or -(-world.world_size // nproc),
+        ),
+        is_master=world.rank == 0,
+        alone=world.world_size == 1,
+    )
+    host_addr = {world.sources["host_addr"]: world.host_addr} if world.host_addr else {}
+    fixed = {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "allranks", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    fixed |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    for name, value in fixed.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(host_addr)
+    os.environ.update(
+        RANK=str(world.rank),
+        WORLD_SIZE=str(world.world_size),
+        LOCAL_RANK=str(world.local_rank),
+        LOCAL_WORLD_SIZE=str(world.local_world_size),
+        GROUP_RANK=str(world.node_rank),
+        GROUP_WORLD_SIZE=str(world.nnodes),
+        ROLE_RANK=str(world.rank),
+        ROLE_WORLD_SIZE=str(world.world_size),
+        MASTER_ADDR=world.master_addr,
+        MASTER_PORT=str(world.master_port),
+    )
+    _set_omp_threads(world.local_world_size)
+    mend()
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        # lines of several ranks stay whole, and appear when written, also under PYTHONUNBUFFERED
+        sys.stdout = open(sys.stdout.fileno(), "w", 1, sys.stdout.encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115
+    return world
+
+
+def _meet(world: World, is_master: bool, alone: bool) -> World:
+    """Make sure that the master can be reached, or that its port is ours to open; fill in what was not given."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return world  # torchrun's own store is up already
+    if alone and world.sources["master_port"] == "default":
+        return world._replace(master_port=free_port())  # nobody else has to know it: two jobs may share a host
+    if is_master:
+        check_port_free(world.master_port)
+        return world if world.master_addr else world._replace(master_addr=own_name())
+    wait_for_master(world.master_addr, world.master_port, _rendezvous_timeout())
+    return world
+
+
+def _find_script() -> Callable[[], object]:
+    """The script that called launch(), to be run again from its top."""
+    import runpy
+
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:  # python -m
+        return lambda: runpy.run_module(main.__spec__.name, run_name="__main__", alter_sys=True)
+    if not hasattr(main, "__file__"):
+        raise CannotStart(
+            "launch() was called outside a script", "a script, which every rank runs from its top", "save it to a file"
+        )
+    return lambda: _run_path(main.__file__)
+
+
+def _run_path(path: str) -> None:
+    import runpy
+
+    runpy.run_path(path, run_name="__main__")
+
+
+def _set_omp_threads(local_world_size: int) -> None:
+    """Give each rank its share of this container's CPUs, unless OMP_NUM_THREADS says otherwise."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cpu_limit() // local_world_size)))
+
+
+def _take_local_rank_out_of(argv: list[str]) -> None:
+    """Scripts read LOCAL_RANK from the environment; their argument parsers need not know the old option."""
+    for index in range(len(argv) - 1, 0, -1):
+        if argv[index] in ("--local-rank", "--local_rank"):
+            del argv[index : index + 2]
+        elif argv[index].startswith(("--local-rank=", "--local_rank=")):
+            del argv[index]
+
+
+def _leave_pid_1() -> None:
+    """As process 1 a Python program ignores SIGTERM: put the image's init in front where nobody else has."""
+    import shutil
+
+    if os.getpid() == 1 and (tini := shutil.which("tini")):
+        os.execv(tini, ["tini", "--", sys.executable, *sys.orig_argv[1:]])
+
+
+def _rendezvous_timeout() -> float:
+    """Seconds to wait for the other nodes."""
+    text = os.environ.get("ALLRANKS_RENDEZVOUS_TIMEOUT", "600")
+    if not text.isdecimal() or int(text) == 0:
+        raise InvalidVariable(
+            f"ALLRANKS_RENDEZVOUS_TIMEOUT={text!r}", "whole seconds, 1 or more", "correct or unset it"
+        )
+    return float(text)

@@ -1,0 +1,105 @@
+"""The way to the master: its name, its port, and whether the port is ours to open."""
+
+import errno
+import socket
+import sys
+import time
+
+from allranks.errors import AllranksError, MasterRefused, MasterSilent, MasterUnresolved, PortTaken
+
+SAY_EVERY = 10.0  # seconds between two lines of waiting
+_PAUSE = 0.25  # seconds between two tries: short against what is waited for, long against what a try costs
+
+
+def say(line: str) -> None:
+    """One line of ours on standard error."""
+    print(f"allranks: {line}", file=sys.stderr, flush=True)
+
+
+def own_name() -> str:
+    """A name or address under which this host can at least reach itself."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+        return socket.gethostname()
+    except OSError:
+        return "localhost"
+
+
+def check_port_free(port: int) -> None:
+    """Raise PortTaken where another process of this host listens on the port."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            raise PortTaken(
+                f"port {port} of {socket.gethostname()} cannot be opened ({error.strerror})",
+                "a free port for rank 0 to meet the others on",
+                "end the process that holds it, or set MASTER_PORT to another one on every node",
+            ) from None
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, chosen by the kernel."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for_master(address: str, port: int, timeout: float) -> None:
+    """Return once something accepts connections at address:port; say every 10 s what is waited for.
+
+    timeout: seconds. Raises MasterUnresolved, MasterRefused or MasterSilent at the deadline.
+    """
+    start = time.monotonic()
+    next_word = start + SAY_EVERY
+    while True:
+        problem = _try(address, port, min(2.0, timeout))
+        now = time.monotonic()
+        if problem is None:
+            return
+        if now - start >= timeout:
+            raise problem
+        if now >= next_word:
+            next_word += SAY_EVERY
+            say(f"waiting for the master {address}:{port} ({now - start:.0f} of {timeout:.0f} s): {_state(problem)}")
+        time.sleep(_PAUSE)
+
+
+def _try(address: str, port: int, timeout: float) -> AllranksError | None:
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        return MasterUnresolved(
+            f"the master's name {address!r} does not resolve ({error})",
+            "a name that every node can look up",
+            "check MASTER_ADDR; on Kubernetes the Service must be headless, select the pods, and publish not-ready addresses",
+        )
+    where = ", ".join(dict.fromkeys(entry[4][0] for entry in found))
+    try:
+        socket.create_connection((address, port), timeout).close()
+        return None
+    except ConnectionRefusedError:
+        return MasterRefused(
+            f"{address} ({where}) refuses connections on port {port}",
+            "rank 0 listening there",
+            "see whether rank 0 is running and has the same MASTER_PORT",
+        )
+    except OSError as error:
+        return MasterSilent(
+            f"{address} ({where}) does not answer on port {port} ({error})",
+            "rank 0 listening there",
+            "see whether the node is up, and whether a firewall or network policy drops the port",
+        )
+
+
+def _state(problem: AllranksError) -> str:
+    return {
+        MasterUnresolved: "its name does not resolve yet",
+        MasterRefused: "its host is up, its port is not open yet",
+        MasterSilent: "its host does not answer yet",
+    }[type(problem)]
