@@ -1,6 +1,7 @@
 # What one does here. `make` alone lists it.
+ASKED_BASE := $(BASE_IMAGE)
 include .env
-export BASE_IMAGE
+export BASE_IMAGE := $(or $(ASKED_BASE),$(BASE_IMAGE))
 PYTHON ?= python3
 VENV := .venv/bin
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)

@@ -33,7 +33,6 @@ def supervise(world: World, nproc: int, script: Callable[[], object] | None, tim
 
     os.environ["ALLRANKS_PARENT"] = str(os.getpid())
     logging.disable()  # what the agent has to tell is ours to say, in a line
-    machine.ensure_temporary_directory()
     ended = _Ended(nproc)
     status = 0
     try:

@@ -51,6 +51,7 @@ def run(command: list[str], nproc_per_node: int | None, fork: bool) -> None:
 def _launch(nproc_per_node: int | None, fork: bool, script: Callable[[], object] | None) -> World:
     _leave_pid_1()
     machine.die_with_parent()
+    machine.ensure_temporary_directory()
     world = resolve(os.environ, sys.argv)
     if line := overlooked(world, os.environ):
         say(f"warning: {line}")

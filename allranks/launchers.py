@@ -4,6 +4,8 @@ One row per launcher, in order of precedence: a row of level "process" is the in
 so it wins over every "node" row around it; two "node" rows must agree (see `resolve`).
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -28,11 +30,11 @@ class Launcher(NamedTuple):
     level: str
     marks: tuple[str, ...]
     marks_seen: int
-    fields: dict[str, str]
+    fields: Mapping[str, str]
     docs: str
-    optional: dict[str, str] = {}
+    optional: Mapping[str, str] = MappingProxyType({})
     host_addr: tuple[str, str] | None = None
-    example: dict[str, str] = {}
+    example: Mapping[str, str] = MappingProxyType({})
 
 
 _POD = {"node_rank": "RANK", "nnodes": "WORLD_SIZE", "master_addr": "MASTER_ADDR"}
@@ -86,7 +88,7 @@ LAUNCHERS = (
         name="thd",
         title="THD style: MASTER_ADDR=host:port",
         level="process",
-        marks=(),  # the variables of "bare", told apart by the form of MASTER_ADDR (see resolve)
+        marks=("RANK", "WORLD_SIZE"),  # as "bare", told apart by the form of MASTER_ADDR (see resolve)
         marks_seen=1,
         fields={"rank": "RANK", "world_size": "WORLD_SIZE"},
         optional={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE", "master_addr": "MASTER_ADDR"},

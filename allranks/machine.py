@@ -37,7 +37,7 @@ def gpu_count() -> int:
 
 
 def ensure_temporary_directory() -> None:
-    """Point TMPDIR at /dev/shm where nothing else is writable: a container with a read-only root file system."""
+    """Point TMPDIR at /dev/shm where nothing else is writable: torch does not start without such a directory."""
     import tempfile
 
     try:

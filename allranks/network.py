@@ -77,7 +77,7 @@ def _try(address: str, port: int, timeout: float) -> AllranksError | None:
         return MasterUnresolved(
             f"the master's name {address!r} does not resolve ({error})",
             "a name that every node can look up",
-            "check MASTER_ADDR; on Kubernetes the Service must be headless, select the pods, and publish not-ready addresses",
+            "check it; on Kubernetes the Service must be headless, select the pods and publish addresses not ready yet",
         )
     where = ", ".join(dict.fromkeys(entry[4][0] for entry in found))
     try:

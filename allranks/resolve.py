@@ -1,6 +1,7 @@
 """Environment in, World out: one meaning for what any launcher says. Pure: reads nothing but its arguments."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from allranks.errors import InvalidVariable, LauncherConflict, MasterIsLoopback, MissingVariable
@@ -28,7 +29,7 @@ class World(NamedTuple):
     master_addr: str | None = None
     master_port: int = DEFAULT_PORT
     host_addr: str | None = None
-    sources: dict[str, str] = {}
+    sources: Mapping[str, str] = MappingProxyType({})
 
 
 def resolve(environ: Mapping[str, str], argv: Sequence[str] = ()) -> World:
@@ -59,17 +60,17 @@ def resolve(environ: Mapping[str, str], argv: Sequence[str] = ()) -> World:
 
 
 def overlooked(world: World, environ: Mapping[str, str]) -> str | None:
-    """One line where a platform around torchrun speaks of more nodes than torchrun was told of, else None."""
+    """One line where a platform around this launcher speaks of another number of nodes, else None."""
+    own = BY_NAME[world.launcher].fields.values()
     for row in LAUNCHERS:
-        size = row.fields.get("nnodes", "")
-        if row.level == "node" and size in environ and size not in BY_NAME[world.launcher].fields.values():
-            if world.nnodes and environ[size].isdigit() and int(environ[size]) != world.nnodes:
-                index = row.fields["node_rank"]
-                return (
-                    f"{row.title} has {size}={environ[size]} nodes, but {world.launcher} was started with "
-                    f"{world.nnodes}: if one job over all of them is meant, start it with "
-                    f"--nnodes=${size} --node-rank=${index} --master-addr=${row.fields['master_addr']}"
-                )
+        size, index = row.fields.get("nnodes", ""), row.fields.get("node_rank", "")
+        around = row.level == "node" and size not in own and environ.get(size, "").isdecimal()
+        if around and world.nnodes and int(environ[size]) != world.nnodes:
+            return (
+                f"{row.title} has {size}={environ[size]} nodes, but {world.launcher} was started with {world.nnodes}: "
+                f"if one job over all of them is meant, start it with --nnodes=${size} --node-rank=${index} "
+                f"--master-addr=${row.fields['master_addr']}"
+            )
     return None
 
 
@@ -92,21 +93,20 @@ def _choose(environ: Mapping[str, str]) -> Launcher:
 
 
 def _recognised(row: Launcher, environ: Mapping[str, str]) -> bool:
-    if row.name == "thd":
-        address, by_hand = environ.get("MASTER_ADDR"), "RANK" in environ or "WORLD_SIZE" in environ
-        if address is None:  # its rank 0 is given a port alone
-            return (
-                by_hand
-                and "MASTER_PORT" in environ
-                and environ.get("RANK") == "0"
-                and not _recognised(BY_NAME["pods"], environ)
-            )
-        return by_hand and address.count(":") == 1 and not _recognised(BY_NAME["pods"], environ)
-    if row.name == "pods" and "LOCAL_RANK" in environ:
-        return False  # then RANK counts processes: something has started them already
-    if row.name == "bare" and (_recognised(BY_NAME["pods"], environ) or _recognised(BY_NAME["thd"], environ)):
-        return False
-    return sum(mark in environ for mark in row.marks) >= row.marks_seen
+    """Whether enough of its variables are there; pods, THD and bare share theirs, and one of the three has them."""
+    enough = sum(mark in environ for mark in row.marks) >= row.marks_seen
+    if row.name == "pods":  # with a local rank RANK counts processes: something has started them already
+        return enough and "LOCAL_RANK" not in environ
+    if row.name in ("thd", "bare"):
+        return enough and (row.name == "thd") == _is_thd(environ) and not _recognised(BY_NAME["pods"], environ)
+    return enough
+
+
+def _is_thd(environ: Mapping[str, str]) -> bool:
+    """MASTER_ADDR=host:port on the workers; a port and no address on rank 0."""
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"].count(":") == 1
+    return environ.get("RANK") == "0" and "MASTER_PORT" in environ
 
 
 def _agree(row: Launcher, other: Launcher, environ: Mapping[str, str]) -> None:
@@ -208,14 +208,14 @@ def _read_master(row: Launcher, environ: Mapping[str, str], known: dict, sources
         known["master_port"], sources["master_port"] = _number(environ, "MASTER_PORT", 1, 65535), "MASTER_PORT"
     else:
         sources["master_port"] = "default"
-    # torchrun has met its nodes at this address already, and a simulated cluster lives on one host
-    if known.get("nnodes", 1) > 1 and row.name != "torchrun" and "ALLRANKS_SIMULATED" not in environ:
-        if is_loopback(address):
-            raise MasterIsLoopback(
-                f"{variable}={environ[variable]} with {known['nnodes']} nodes: each of them would call itself",
-                "an address of node 0 that the other nodes can reach",
-                f"set {variable} to node 0's name or address",
-            )
+    # torchrun has met its nodes at this address already; a simulated cluster lives on one host
+    one_host = known.get("nnodes", 1) == 1 or row.name == "torchrun" or "ALLRANKS_SIMULATED" in environ
+    if not one_host and is_loopback(address):
+        raise MasterIsLoopback(
+            f"{variable}={environ[variable]} with {known['nnodes']} nodes: each of them would call itself",
+            "an address of node 0 that the other nodes can reach",
+            f"set {variable} to node 0's name or address",
+        )
 
 
 def _read_host_addr(row: Launcher, environ: Mapping[str, str], known: dict, sources: dict) -> None:

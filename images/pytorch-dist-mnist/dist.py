@@ -39,7 +39,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl with a GPU per rank, else gloo")
+    parser.add_argument("--backend", default=os.environ.get("BACKEND"), help="nccl with a GPU per rank, else gloo")
     args = parser.parse_args()
 
     start = time.monotonic()

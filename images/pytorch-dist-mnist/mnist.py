@@ -59,7 +59,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run-training", action="store_true", help="train, after the check of the communication")
-    add("--backend", choices=("nccl", "gloo"), help="default: nccl with a GPU per rank, else gloo")
+    add("--backend", default=os.environ.get("BACKEND"), help="nccl with a GPU per rank, else gloo")
     add("--batch-size", type=int, default=128, metavar="N", help="samples per step, over all ranks (128)")
     add("--test-batch-size", type=int, default=500, metavar="N", help="samples per evaluation step, per rank (500)")
     add("--epochs", type=int, default=2, metavar="N", help="(2)")

@@ -1,0 +1,59 @@
+"""Where things are, how a process of the tests is run, and what this machine can do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST_MNIST = ROOT / "images/pytorch-dist-mnist"
+
+
+def clean_environ(**extra):
+    """This process's environment without any launcher's variables."""
+    from allranks.simulate import _launcher_variables
+
+    kept = {name: value for name, value in os.environ.items() if name not in _launcher_variables()}
+    return kept | {"GLOO_SOCKET_IFNAME": "lo"} | extra
+
+
+def python(*args, timeout=120, **environ):
+    """Run this interpreter; return the finished process, its output as text."""
+    return subprocess.run(
+        [sys.executable, *map(str, args)], env=clean_environ(**environ), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def docker_client():
+    """The engine, or a skip that becomes a failure where Docker has been promised."""
+    import docker
+
+    try:
+        return docker.from_env(timeout=120)
+    except docker.errors.DockerException as error:
+        (pytest.fail if "ALLRANKS_REQUIRE_DOCKER" in os.environ else pytest.skip)(f"no Docker Engine answers: {error}")
+
+
+@pytest.fixture(scope="session")
+def engine():
+    client = docker_client()
+    for image in ("allranks-base", "pytorch-dist-mnist"):
+        if not client.images.list(image):
+            message = f"the image {image} is not there: make build"
+            (pytest.fail if "ALLRANKS_REQUIRE_DOCKER" in os.environ else pytest.skip)(message)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a script and return its path."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write

@@ -1,0 +1,71 @@
+"""python -m allranks explain, --help; and what importing allranks costs."""
+
+import json
+
+import pytest
+from conftest import python
+
+SING = {
+    "SING_RANK": "1",
+    "SING_WORLD_SIZE": "2",
+    "SING_JOB_NAME": "test",
+    "SING_HOSTNAME_SUFFIX": "svc.local",
+    "SING_MASTER_ADDR": "test-0.svc.local",
+}
+
+
+def test_explain_json_is_one_object():
+    done = python("-m", "allranks", "explain", "--json", **SING)
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == {
+        "launcher": "sing",
+        "level": "node",
+        "rank": None,
+        "world_size": None,
+        "local_rank": None,
+        "local_world_size": None,
+        "node_rank": 1,
+        "nnodes": 2,
+        "master_addr": "test-0.svc.local",
+        "master_port": 29500,
+        "host_addr": "test-1.svc.local",
+        "sources": {
+            "node_rank": "SING_RANK",
+            "nnodes": "SING_WORLD_SIZE",
+            "master_addr": "SING_MASTER_ADDR",
+            "master_port": "default",
+            "host_addr": "SING_HOST_ADDR",
+        },
+    }
+
+
+def test_explain_for_people_names_the_variables():
+    lines = python("-m", "allranks", "explain", **SING).stdout.splitlines()
+    assert ["nnodes", "2", "SING_WORLD_SIZE"] in [line.split() for line in lines]
+
+
+def test_explain_says_an_error_in_one_line():
+    done = python("-m", "allranks", "explain", "--json", **SING | {"SING_RANK": "2"})
+    assert (done.returncode, done.stdout) == (66, "")
+    assert done.stderr.startswith("allranks: invalid-variable: SING_RANK=2") and done.stderr.count("\n") == 1
+
+
+def test_explaining_and_importing_pull_in_nothing_but_the_standard_library():
+    code = (
+        "import sys; before = set(sys.modules); from allranks.__main__ import main; main(['explain', '--json']); "
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "print(*new - set(sys.stdlib_module_names), file=sys.stderr)"
+    )
+    assert python("-c", code).stderr.split() == ["allranks"]
+
+
+@pytest.mark.parametrize("verb", [[], ["run"], ["explain"], ["simulate"]])
+def test_help(verb):
+    done = python("-m", "allranks", *verb, "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m allranks")
+
+
+@pytest.mark.parametrize("verb", ["run", "simulate"])
+def test_a_command_is_asked_for(verb):
+    done = python("-m", "allranks", verb)
+    assert done.returncode == 2 and "which command?" in done.stderr

@@ -1,0 +1,144 @@
+"""The images, through the Docker SDK: what is in them, who runs, what may be taken away from them."""
+
+import subprocess
+import time
+
+import pytest
+from conftest import ROOT, docker_client
+from test_mnist import done_lines
+
+BASE, IMAGE = "allranks-base", "pytorch-dist-mnist"
+HARDENED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "user": "12345:0"}
+
+
+@pytest.fixture
+def start(engine):
+    """Start a container without a network; whatever it does, it is gone after the test."""
+    started = []
+
+    def start(command=None, image=IMAGE, **options):
+        options = {"network_mode": "none"} | options
+        started.append(engine.containers.run(image, command, detach=True, **options))
+        return started[-1]
+
+    yield start
+    for container in started:
+        container.remove(force=True)
+
+
+@pytest.fixture
+def output(start):
+    """Run a command to its end; return (exit status, standard output and error)."""
+
+    def output(*args, **options):
+        container = start(*args, **options)
+        status = container.wait(timeout=300)["StatusCode"]
+        return status, container.logs(stderr=False).decode(), container.logs(stdout=False).decode()
+
+    return output
+
+
+def versions():
+    lines = (ROOT / ".env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("image", [BASE, IMAGE])
+def test_labels_say_what_is_inside(engine, output, image):
+    labels = engine.images.get(image).labels
+    code = "import torch, torchvision, numpy, pytest, docker; print(torch.__version__, torchvision.__version__)"
+    torch, torchvision = output(["python", "-c", code], image)[1].split()
+    assert torch.split("+")[0] == labels["ai.allranks.torch"] == versions()["TORCH_VERSION"]
+    assert torchvision.split("+")[0] == versions()["TORCHVISION_VERSION"]
+    assert (
+        labels["org.opencontainers.image.version"] == f"{versions()['TORCH_VERSION']}-cuda{versions()['CUDA_VERSION']}"
+    )
+    assert labels["org.opencontainers.image.title"] == image
+    assert labels["org.opencontainers.image.revision"]
+
+
+def test_the_torch_layer_is_stored_once(engine):
+    base, child = (engine.images.get(name).attrs["RootFS"]["Layers"] for name in (BASE, IMAGE))
+    assert child[: len(base)] == base
+    added = sum(layer["Size"] for layer in engine.images.get(IMAGE).history()[: len(child) - len(base) + 5])
+    assert added < 25_000_000
+
+
+def test_the_entry_command_of_the_guide(output):
+    status, out, err = output("python dist.py --epochs 1")
+    assert status == 0, err
+    assert float(done_lines(out)[0]["accuracy"]) > 0.98
+
+
+def test_the_default_command_without_a_gpu_says_what_to_do(output):
+    status, out, err = output()
+    assert (status, out) == (1, "")
+    assert err.startswith("mnist.py: --backend nccl needs a GPU") and err.endswith("use --backend gloo\n")
+
+
+def test_options_alone_are_for_the_images_script(output):
+    status, out, err = output("--backend gloo --epochs 1")
+    assert status == 0, err
+    assert "weights" in done_lines(out)[0]
+
+
+def test_any_command_works_and_is_not_root(output):
+    assert output(["bash", "-c", "id -u; python -c 'import torch'; exit 3"])[:2] == (3, "1000\n")
+
+
+def test_read_only_without_rights_under_an_unknown_uid(output):
+    status, out, err = output(
+        "python dist.py --epochs 1", environment={"NPROC_PER_NODE": "2"}, shm_size="64m", **HARDENED
+    )
+    assert status == 0, err
+    assert len({rank["weights"] for rank in done_lines(out)}) == 1
+
+
+@pytest.mark.parametrize("entrypoint", [None, []], ids=["entrypoint", "replaced entrypoint"])
+def test_sigterm_is_answered(start, entrypoint):
+    container = start(["python", "dist.py", "--epochs", "1000"], entrypoint=entrypoint)
+    for _ in container.logs(stream=True, follow=True):
+        break  # the first epoch has ended
+    began = time.monotonic()
+    container.stop(timeout=30)
+    assert time.monotonic() - began < 15
+    assert container.wait()["StatusCode"] == 143
+
+
+def test_no_ssh_server_without_a_key(output):
+    code = "import socket; print(socket.socket().connect_ex(('127.0.0.1', 22)))"
+    assert output(["python", "-c", code])[1].strip() == "111"
+
+
+def test_ssh_with_a_key_and_never_with_a_password(engine, start, output, tmp_path):
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    network = engine.networks.create("allranks-test-ssh", internal=True)
+    try:
+        options = {"network_mode": None, "network": network.name, "image": BASE}
+        start(
+            "sleep 300", environment={"SSH_PUBLIC_KEY": key.with_suffix(".pub").read_text()}, name="ssh-node", **options
+        )
+        ask = "for i in $(seq 50); do (echo >/dev/tcp/ssh-node/22) 2>/dev/null && break; sleep 0.2; done; "
+        ask += "printf '%s\\n' \"$KEY\" >~/key; chmod 600 ~/key; "
+        ssh = "ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o BatchMode=yes "
+        client = {"environment": {"KEY": key.read_text()}, **options}
+        status, out, err = output(
+            ["bash", "-c", f"{ask}{ssh} -i ~/key ssh-node python -c \"'import torch; print(7)'\""], **client
+        )
+        assert (status, out) == (0, "7\n"), err
+        status, _, err = output(["bash", "-c", f"{ask}{ssh} ssh-node true"], **client)
+        assert status == 255 and "Permission denied (publickey)" in err
+    finally:
+        network.remove() if not network.reload() and not network.containers else None
+
+
+@pytest.mark.parametrize("image", [BASE, IMAGE])
+def test_no_key_or_password_is_in_the_image(output, image):
+    look = "ls /etc/ssh/ssh_host_* /root/.ssh /home/*/.ssh /home/*/.cache /root/.cache/* 2>/dev/null; "
+    look += "awk -F: '$2 !~ /^[*!]/' /etc/shadow"
+    assert output(["bash", "-c", look], image, user="0")[1] == ""
+
+
+def test_the_engine_answers():
+    docker_client().ping()
