@@ -43,7 +43,8 @@ clean: ## remove .venv
 .venv/done: images/base/requirements.lock images/base/uv.lock tests/requirements.lock
 	$(PYTHON) -m venv --clear .venv
 	$(VENV)/pip install -q --disable-pip-version-check --require-hashes -r images/base/uv.lock
-	$(VENV)/uv pip install --python $(VENV)/python --require-hashes -r images/base/requirements.lock -r tests/requirements.lock
+	$(VENV)/uv pip install --python $(VENV)/python --compile-bytecode \
+	  --require-hashes -r images/base/requirements.lock -r tests/requirements.lock
 	echo $(CURDIR) > "$$($(VENV)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/allranks.pth"
 	touch $@
 

@@ -36,6 +36,10 @@ def run(command: list[str], nproc_per_node: int | None, fork: bool) -> None:
     """
     words = command[1:] if os.path.basename(command[0]) in ("python", "python3") and len(command) > 1 else command
     if words[0].endswith(".py"):
+        if not os.path.isfile(words[0]):
+            raise CannotStart(f"{words[0]} is not there", "a script", "correct its path")
+        import torch.distributed  # noqa: F401  (so that it can be mended before the script imports it)
+
         sys.argv[:] = words
         sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
         _launch(nproc_per_node, fork, lambda: _run_path(words[0]))

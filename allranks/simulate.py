@@ -44,7 +44,7 @@ def simulate(command: list[str], launcher: str, nnodes: int, nproc_per_node: int
 
     The others are stopped then, and when this process is asked to stop.
     """
-    base = {name: value for name, value in os.environ.items() if name not in _launcher_variables()}
+    base = {name: value for name, value in os.environ.items() if name not in launcher_variables()}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     base |= {"ALLRANKS_SIMULATED": "1", "ALLRANKS_PARENT": str(os.getpid()), "GLOO_SOCKET_IFNAME": loopback}
     stopped: list[int] = []
@@ -80,7 +80,7 @@ def _stop(running: list[subprocess.Popen]) -> None:
             process.wait()
 
 
-def _launcher_variables() -> set[str]:
+def launcher_variables() -> set[str]:
     """Every variable of the table: the cluster must not see those of the launcher that this process runs under."""
     names = {"ALLRANKS_LAUNCHER", "MASTER_PORT", "NPROC_PER_NODE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     names |= {name for name in os.environ if name.startswith("TORCHELASTIC_")}

@@ -13,9 +13,9 @@ DIST_MNIST = ROOT / "images/pytorch-dist-mnist"
 
 def clean_environ(**extra):
     """This process's environment without any launcher's variables."""
-    from allranks.simulate import _launcher_variables
+    from allranks.simulate import launcher_variables
 
-    kept = {name: value for name, value in os.environ.items() if name not in _launcher_variables()}
+    kept = {name: value for name, value in os.environ.items() if name not in launcher_variables()}
     return kept | {"GLOO_SOCKET_IFNAME": "lo"} | extra
 
 

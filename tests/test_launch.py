@@ -19,7 +19,7 @@ import json, os, sys
 import torch
 import allranks
 world = allranks.launch()
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SING_HOST_ADDR", "POD_ADDR", "MASTER_ADDR")
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK SING_HOST_ADDR POD_ADDR MASTER_ADDR".split()
 seen = {name: os.environ.get(name) for name in names}
 print(json.dumps(seen | {"pid": os.getpid(), "threads": torch.get_num_threads(), "argv": sys.argv[1:]}))
 """
@@ -38,6 +38,21 @@ if dist.get_rank() == int(sys.argv[1]):
 dist.barrier()
 time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 0)
 dist.destroy_process_group()
+"""
+
+LET_GO = """
+import sys
+import torch, torch.distributed as dist
+import allranks
+allranks.launch()
+sys.setswitchinterval(1)
+for _ in range(3):
+    dist.init_process_group("gloo")
+    everyone = [None] * dist.get_world_size()
+    for _ in range(3):
+        dist.all_gather_object(everyone, "x" * 1000)
+    dist.destroy_process_group()
+print("ended")
 """
 
 
@@ -182,13 +197,7 @@ def test_no_process_is_left_behind(script, number, shape):
 
 def test_the_end_of_a_gloo_group_never_hangs(script):
     # a large switch interval makes sure of what otherwise happens once in twenty jobs: see allranks/mend.py
-    path = script(
-        "import sys\nimport torch, torch.distributed as dist\nimport allranks\nallranks.launch()\n"
-        "sys.setswitchinterval(1)\n"
-        "for _ in range(3):\n    dist.init_process_group('gloo')\n    everyone = [None] * dist.get_world_size()\n"
-        "    for _ in range(3):\n        dist.all_gather_object(everyone, 'x' * 1000)\n    dist.destroy_process_group()\n"
-        "print('ended')\n"
-    )
+    path = script(LET_GO)
     done = python("-m", "torch.distributed.run", "--nproc-per-node", "4", path, timeout=60)
     assert done.stdout.split() == ["ended"] * 4
 

@@ -1,5 +1,6 @@
 """dist.py and mnist.py, run as a user would, on real digits."""
 
+import itertools
 import json
 import os
 import re
@@ -63,7 +64,7 @@ def test_every_sample_is_some_ranks_and_all_take_the_same_steps(script):
         rows = [list(map(int, line.split())) for line in done.stdout.splitlines() if line.startswith(f"{samples} ")]
         assert len(rows) == 3 and len({(steps, batches) for _, steps, batches, *_ in rows}) == 1
         shares = [row[3:] for row in rows]
-        assert sorted(sum(shares, [])) == list(range(samples))
+        assert sorted(itertools.chain(*shares)) == list(range(samples))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -79,7 +80,7 @@ def test_a_bar_on_a_terminal():
         except OSError:  # the last writer has left
             break
     assert job.wait(60) == 0
-    assert b"468/468" in shown and b"step/s" in shown and b"epoch 1" not in shown
+    assert b"234/234" in shown and b"step/s" in shown and b"epoch 1" not in shown
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "altered"])
@@ -110,8 +111,19 @@ def test_communication_alone():
 
 def test_kubeflows_options_and_what_is_written(tmp_path):
     run = tmp_path / "run"
-    options = "--batch-size 256 --test-batch-size 1000 --epochs 1 --lr 0.1 --momentum 0.5 --no-cuda --seed 3 --log-interval 50"
-    done = train("mnist.py", "--run-training", "--backend", "gloo", *options.split(), "--save-model", "--dir", run)
+    options = "--batch-size 256 --test-batch-size 1000 --epochs 1 --lr 0.1 --momentum 0.5 --no-cuda --seed 3"
+    done = train(
+        "mnist.py",
+        "--run-training",
+        "--backend",
+        "gloo",
+        *options.split(),
+        "--log-interval",
+        50,
+        "--save-model",
+        "--dir",
+        run,
+    )
     assert done.returncode == 0, done.stderr
     ranks = done_lines(done.stdout)
     assert len({rank["weights"] for rank in ranks}) == 1 and float(ranks[0]["accuracy"]) > 0.97

@@ -30,8 +30,8 @@ from tqdm import tqdm
 import allranks
 
 DATA = Path(__file__).resolve().parent / "data"
-BATCH = 128  # samples per step over all ranks, so that the result hardly depends on how many there are
-PEAK_LR = 0.2
+BATCH = 256  # samples per step over all ranks, so that the result hardly depends on how many there are
+PEAK_LR = 0.3
 
 
 def main():

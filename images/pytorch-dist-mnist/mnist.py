@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dist import PEAK_LR, agree, evaluate, load, net, pick_device, share, step_count, triangle, wrap
+from dist import BATCH, PEAK_LR, agree, evaluate, load, net, pick_device, share, step_count, triangle, wrap
 from tqdm import tqdm
 
 import allranks
@@ -60,7 +60,7 @@ def parse():
     add = parser.add_argument
     add("--run-training", action="store_true", help="train, after the check of the communication")
     add("--backend", default=os.environ.get("BACKEND"), help="nccl with a GPU per rank, else gloo")
-    add("--batch-size", type=int, default=128, metavar="N", help="samples per step, over all ranks (128)")
+    add("--batch-size", type=int, default=BATCH, metavar="N", help=f"samples per step, over all ranks ({BATCH})")
     add("--test-batch-size", type=int, default=500, metavar="N", help="samples per evaluation step, per rank (500)")
     add("--epochs", type=int, default=2, metavar="N", help="(2)")
     add("--lr", type=float, default=PEAK_LR, metavar="LR", help=f"the learning rate's peak ({PEAK_LR})")
