@@ -38,15 +38,15 @@ def main():
                 mine = measure([sys.executable, ours], NPROC_PER_NODE=str(ranks))
                 peer = measure([sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", theirs])
                 print(
-                    f"{ranks} ranks, round {number + 1}: allranks {mine[0]:.1f} s, {mine[1]:.1f} CPU-s; "
-                    f"torchrun {peer[0]:.1f} s, {peer[1]:.1f} CPU-s; ratios {peer[0] / mine[0]:.1f}, {peer[1] / mine[1]:.1f}"
+                    f"{ranks} ranks, round {number + 1}: "
+                    f"allranks {mine[0]:.1f} s, {mine[1]:.1f} CPU-s; "
+                    f"torchrun {peer[0]:.1f} s, {peer[1]:.1f} CPU-s; "
+                    f"ratios {peer[0] / mine[0]:.1f}, {peer[1] / mine[1]:.1f}"
                 )
-    for number in range(3):
+    for _ in range(3):
         nothing = min(measure([sys.executable, "-c", "pass"])[0] for _ in range(10))
         explain = min(measure([sys.executable, "-m", "allranks", "explain", "--json"])[0] for _ in range(10))
-        print(
-            f"round {number + 1}: explain {explain * 1000:.0f} ms, nothing {nothing * 1000:.0f} ms, {explain / nothing:.1f}"
-        )
+        print(f"explain {explain * 1000:.0f} ms, nothing {nothing * 1000:.0f} ms: {explain / nothing:.1f} times")
 
 
 def measure(command, **environ):

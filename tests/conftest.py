@@ -1,6 +1,7 @@
 """Where things are, how a process of the tests is run, and what this machine can do."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,21 @@ def clean_environ(**extra):
     return kept | {"GLOO_SOCKET_IFNAME": "lo"} | extra
 
 
+def start_python(*args, **environ):
+    """Start this interpreter in a process group of its own, its output piped as text."""
+    command, pipes = [sys.executable, *map(str, args)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=clean_environ(**environ), text=True, start_new_session=True, **pipes)
+
+
 def python(*args, timeout=120, **environ):
-    """Run this interpreter; return the finished process, its output as text."""
-    return subprocess.run(
-        [sys.executable, *map(str, args)], env=clean_environ(**environ), capture_output=True, text=True, timeout=timeout
-    )
+    """Run this interpreter to its end; return (returncode, stdout, stderr). Nothing of it outlives the time-out."""
+    with start_python(*args, **environ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
 
 
 def docker_client():

@@ -97,8 +97,9 @@ def test_read_only_without_rights_under_an_unknown_uid(output):
 @pytest.mark.parametrize("entrypoint", [None, []], ids=["entrypoint", "replaced entrypoint"])
 def test_sigterm_is_answered(start, entrypoint):
     container = start(["python", "dist.py", "--epochs", "1000"], entrypoint=entrypoint)
-    for _ in container.logs(stream=True, follow=True):
-        break  # the first epoch has ended
+    log = container.logs(stream=True, follow=True)
+    next(log)  # the first epoch has ended
+    log.close()
     began = time.monotonic()
     container.stop(timeout=30)
     assert time.monotonic() - began < 15

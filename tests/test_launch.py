@@ -1,16 +1,14 @@
 """What launch() promises: torchrun's environment in every rank, the right status, nobody left behind."""
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-from conftest import clean_environ, python
+from conftest import clean_environ, python, start_python
 
 from allranks.launchers import LAUNCHERS
 
@@ -18,10 +16,12 @@ REPORT = """
 import json, os, sys
 import torch
 import allranks
-world = allranks.launch()
+allranks.launch()
+torch.distributed.init_process_group("gloo")
 names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK SING_HOST_ADDR POD_ADDR MASTER_ADDR".split()
 seen = {name: os.environ.get(name) for name in names}
 print(json.dumps(seen | {"pid": os.getpid(), "threads": torch.get_num_threads(), "argv": sys.argv[1:]}))
+torch.distributed.destroy_process_group()
 """
 
 MEET = """
@@ -45,13 +45,12 @@ import sys
 import torch, torch.distributed as dist
 import allranks
 allranks.launch()
-sys.setswitchinterval(1)
-for _ in range(3):
-    dist.init_process_group("gloo")
-    everyone = [None] * dist.get_world_size()
-    for _ in range(3):
-        dist.all_gather_object(everyone, "x" * 1000)
-    dist.destroy_process_group()
+sys.setswitchinterval(2)
+dist.init_process_group("gloo")
+everyone = [None] * dist.get_world_size()
+for _ in range(20):
+    dist.all_gather_object(everyone, "x" * 1000)
+dist.destroy_process_group()
 print("ended")
 """
 
@@ -102,7 +101,7 @@ def test_every_launcher_gives_every_rank_its_place(script, row):
 
 
 def test_one_local_rank_runs_in_place(script):
-    child = subprocess.Popen([sys.executable, script(REPORT)], env=clean_environ(), stdout=subprocess.PIPE, text=True)
+    child = start_python(script(REPORT))
     output = child.communicate(timeout=60)[0]
     assert f'"pid": {child.pid}' in output and '"WORLD_SIZE": "1"' in output
 
@@ -130,7 +129,7 @@ def test_the_cgroup_limits_the_cpus(tmp_path):
 
 @pytest.mark.parametrize("flags", [(), ("--no-fork",)], ids=["fork", "fresh"])
 def test_run_starts_a_script_that_knows_nothing_of_us(script, flags):
-    path = script(REPORT.replace("import allranks\n", "").replace("world = allranks.launch()\n", ""))
+    path = script(REPORT.replace("import allranks\n", "").replace("allranks.launch()\n", ""))
     done = python("-m", "allranks", "run", *flags, "--nproc-per-node", "2", path, "--lr", "1", OMP_NUM_THREADS="1")
     assert [(r["RANK"], r["argv"], r["threads"]) for r in reports(done)] == [
         ("0", ["--lr", "1"], 1),
@@ -195,24 +194,24 @@ def test_no_process_is_left_behind(script, number, shape):
     wait_until(lambda: not any(map(alive, ranks)), timeout=15)
 
 
-def test_the_end_of_a_gloo_group_never_hangs(script):
-    # a large switch interval makes sure of what otherwise happens once in twenty jobs: see allranks/mend.py
-    path = script(LET_GO)
-    done = python("-m", "torch.distributed.run", "--nproc-per-node", "4", path, timeout=60)
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_the_end_of_a_gloo_group_never_hangs(script, attempt):
+    # plain torch hangs in two of three such runs, and once in twenty without the switch interval: see allranks/mend.py
+    done = python("-m", "torch.distributed.run", "--nproc-per-node", "4", script(LET_GO), timeout=60)
     assert done.stdout.split() == ["ended"] * 4
 
 
 def test_a_late_master_is_waited_for(script):
     with socket.socket() as late:
         late.bind(("127.0.0.1", 0))
-        port = late.getsockname()[1]
-        threading.Timer(11, late.listen).start()
-        done = python(script(REPORT), RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    assert done.returncode == 0
-    assert (
-        f"waiting for the master 127.0.0.1:{port} (10 of 600 s): its host is up, its port is not open yet"
-        in done.stderr
-    )
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(late.getsockname()[1])}
+        waiting = start_python(script("import allranks\nallranks.launch()\n"), RANK="1", WORLD_SIZE="2", **address)
+        said = waiting.stderr.readline()
+        late.listen()
+        waiting.communicate(timeout=30)
+    where = ":".join(address.values())
+    assert said.startswith(f"allranks: waiting for the master {where} (10 of 600 s): its host is up, its port is not")
+    assert waiting.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -223,17 +222,16 @@ def test_a_late_master_is_waited_for(script):
             69,
             "master-unresolved: the master's name 'nowhere.invalid' does not resolve",
         ),
-        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, 70, "master-refused: 127.0.0.1 (127.0.0.1) refuses"),
-        ({"MASTER_ADDR": "127.0.0.1", "RANK": "x"}, 66, "invalid-variable: RANK='x'"),
-        ({"MASTER_ADDR": "127.0.0.1", "ALLRANKS_RENDEZVOUS_TIMEOUT": "0"}, 66, "ALLRANKS_RENDEZVOUS_TIMEOUT='0'"),
+        ({"MASTER_PORT": "1"}, 70, "master-refused: 127.0.0.1 (127.0.0.1) refuses"),
+        ({"RANK": "x"}, 66, "invalid-variable: RANK='x'"),
+        ({"ALLRANKS_RENDEZVOUS_TIMEOUT": "0"}, 66, "invalid-variable: ALLRANKS_RENDEZVOUS_TIMEOUT='0'"),
     ],
 )
 def test_what_stops_a_start_is_said_in_one_line(script, environ, status, words):
-    defaults = {"RANK": "1", "WORLD_SIZE": "2", "ALLRANKS_RENDEZVOUS_TIMEOUT": "1"}
+    defaults = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "ALLRANKS_RENDEZVOUS_TIMEOUT": "1"}
     done = python(script("import allranks\nallranks.launch()\n"), **defaults | environ)
     assert done.returncode == status
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"allranks: {words.split(':')[0]}")
-    assert words in done.stderr
+    assert done.stderr.startswith(f"allranks: {words}") and done.stderr.count("\n") == 1
 
 
 def test_a_taken_port_is_said_by_rank_0(script):
@@ -254,15 +252,7 @@ def test_a_taken_port_is_said_by_rank_0(script):
 
 def test_two_jobs_of_one_node_share_a_host(script):
     path = script(MEET)
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, path, "-1", ""],
-            env=clean_environ(NPROC_PER_NODE="2"),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    jobs = [start_python(path, "-1", "", NPROC_PER_NODE="2") for _ in range(2)]
     outputs = [job.communicate(timeout=60)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     assert all(sorted(output.splitlines()) == ["met 0 of 2", "met 1 of 2"] for output in outputs)
@@ -278,6 +268,5 @@ def test_a_torchrun_that_knows_less_than_the_platform_is_told(script):
 def test_scratch_files_are_gone(script, tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        assert python(script(REPORT), NPROC_PER_NODE="2", TMPDIR=str(scratch)).returncode == 0
+    assert python(script(REPORT), NPROC_PER_NODE="2", TMPDIR=str(scratch)).returncode == 0
     assert [path.name for path in scratch.iterdir() if path.name.startswith(("allranks", "torchelastic"))] == []

@@ -1,12 +1,15 @@
 """dist.py and mnist.py, run as a user would, on real digits."""
 
+import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from conftest import DIST_MNIST, clean_environ, python
@@ -70,6 +73,7 @@ def test_every_sample_is_some_ranks_and_all_take_the_same_steps(script):
 
 def test_a_bar_on_a_terminal():
     master, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     command = [sys.executable, DIST_MNIST / "dist.py", "--epochs", "1"]
     job = subprocess.Popen(command, env=clean_environ(), stdout=terminal, stderr=terminal)
     os.close(terminal)

@@ -59,15 +59,20 @@ def main():
 
 def net():
     """(N, 1, 24, 24) images -> (N, 10) logits."""
-
-    def rest(channels):  # after the pooling, where there is a quarter of the work left
-        return nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
-
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, kernel_size=5, stride=2, padding=2, bias=False), *rest(16)),  # 12 x 12
-        *(nn.Conv2d(16, 32, kernel_size=3, padding=1, bias=False), nn.MaxPool2d(2), *rest(32)),  # 6 x 6
-        *(nn.Conv2d(32, 64, kernel_size=3, padding=1, bias=False), nn.MaxPool2d(2), *rest(64)),  # 3 x 3
-        *(nn.Flatten(), nn.Linear(64 * 3 * 3, 10)),
+        nn.Conv2d(1, 16, kernel_size=5, stride=2, padding=2, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1, bias=False),
+        nn.MaxPool2d(2),  # before the normalisation, which has a quarter of the work then
+        nn.BatchNorm2d(32),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, kernel_size=3, padding=1, bias=False),
+        nn.MaxPool2d(2),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64 * 3 * 3, 10),
     )
 
 
