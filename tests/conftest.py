@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def python(*args, timeout=120, **environ):
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+def wait_until(condition, timeout=30):
+    """Return once the condition holds; fail when it does not within the time-out (seconds)."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
 
 
 def docker_client():

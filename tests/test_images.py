@@ -1,10 +1,11 @@
 """The images, through the Docker SDK: what is in them, who runs, what may be taken away from them."""
 
+import os
 import subprocess
 import time
 
 import pytest
-from conftest import ROOT, docker_client
+from conftest import ROOT, docker_client, wait_until
 from test_mnist import done_lines
 
 BASE, IMAGE = "allranks-base", "pytorch-dist-mnist"
@@ -97,9 +98,7 @@ def test_read_only_without_rights_under_an_unknown_uid(output):
 @pytest.mark.parametrize("entrypoint", [None, []], ids=["entrypoint", "replaced entrypoint"])
 def test_sigterm_is_answered(start, entrypoint):
     container = start(["python", "dist.py", "--epochs", "1000"], entrypoint=entrypoint)
-    log = container.logs(stream=True, follow=True)
-    next(log)  # the first epoch has ended
-    log.close()
+    wait_until(container.logs, timeout=60)  # the first epoch has ended
     began = time.monotonic()
     container.stop(timeout=30)
     assert time.monotonic() - began < 15
@@ -111,27 +110,28 @@ def test_no_ssh_server_without_a_key(output):
     assert output(["python", "-c", code])[1].strip() == "111"
 
 
-def test_ssh_with_a_key_and_never_with_a_password(engine, start, output, tmp_path):
+@pytest.fixture
+def network(engine):
+    made = engine.networks.create(f"allranks-test-{os.getpid()}", internal=True)
+    yield made.name
+    made.remove()
+
+
+def test_ssh_with_a_key_and_never_with_a_password(network, start, output, tmp_path):
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    network = engine.networks.create("allranks-test-ssh", internal=True)
-    try:
-        options = {"network_mode": None, "network": network.name, "image": BASE}
-        start(
-            "sleep 300", environment={"SSH_PUBLIC_KEY": key.with_suffix(".pub").read_text()}, name="ssh-node", **options
-        )
-        ask = "for i in $(seq 50); do (echo >/dev/tcp/ssh-node/22) 2>/dev/null && break; sleep 0.2; done; "
-        ask += "printf '%s\\n' \"$KEY\" >~/key; chmod 600 ~/key; "
-        ssh = "ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o BatchMode=yes "
-        client = {"environment": {"KEY": key.read_text()}, **options}
-        status, out, err = output(
-            ["bash", "-c", f"{ask}{ssh} -i ~/key ssh-node python -c \"'import torch; print(7)'\""], **client
-        )
-        assert (status, out) == (0, "7\n"), err
-        status, _, err = output(["bash", "-c", f"{ask}{ssh} ssh-node true"], **client)
-        assert status == 255 and "Permission denied (publickey)" in err
-    finally:
-        network.remove() if not network.reload() and not network.containers else None
+    on = {"image": BASE, "network_mode": None, "network": network}
+    start("sleep 300", environment={"SSH_PUBLIC_KEY": key.with_suffix(".pub").read_text()}, name="ssh-node", **on)
+    prepare = (
+        "for i in $(seq 100); do (echo >/dev/tcp/ssh-node/22) 2>/dev/null && break; sleep 0.1; done; "
+        "(umask 077; printenv KEY >~/key); "
+        "ssh() { command ssh -o StrictHostKeyChecking=no -o BatchMode=yes -o LogLevel=ERROR ssh-node $@; }; "
+    )
+    ask = {"environment": {"KEY": key.read_text()}, **on}
+    status, out, err = output(["bash", "-c", prepare + "ssh -i ~/key python -m allranks explain"], **ask)
+    assert (status, out.split()[:2]) == (0, ["launcher", "none"]), err
+    status, _, err = output(["bash", "-c", prepare + "ssh true"], **ask)
+    assert status == 255 and "Permission denied (publickey)" in err
 
 
 @pytest.mark.parametrize("image", [BASE, IMAGE])

@@ -5,10 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
-from conftest import clean_environ, python, start_python
+from conftest import python, start_python, wait_until
 
 from allranks.launchers import LAUNCHERS
 
@@ -73,13 +72,6 @@ def alive(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition, timeout=30):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("row", LAUNCHERS, ids=lambda row: row.name)
