@@ -165,6 +165,7 @@ def test_the_first_failing_rank_gives_the_status(script, crash, status, words):
 @pytest.mark.parametrize("shape", ["run", "simulate"])
 def test_no_process_is_left_behind(script, number, shape):
     how = ["--nproc-per-node", "2"] if shape == "run" else ["--nnodes", "2", "--nproc-per-node", "2", sys.executable]
+    path = script(MEET.replace("met", "{os.getpid()} met"))
     parent = start_python("-m", "allranks", shape, *how, path, "-1", "", "60")
     ranks = [int(parent.stdout.readline().split()[0]) for _ in range(2 if shape == "run" else 4)]
     assert all(map(alive, ranks))
