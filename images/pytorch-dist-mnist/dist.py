@@ -6,9 +6,9 @@
 
 The last line of every rank, and exit status 0:
 
-    done rank=0 world_size=4 loss=0.0219 accuracy=0.9924 weights=d6d635bf5907 seconds=14.2
+    done rank=0 world_size=4 loss=0.0176 accuracy=0.9933 weights=febf61a213b8 seconds=12.8
 
-30,000 weights, 2 epochs: 99.2 % of the 10,000 test digits are read rightly after 10 s on 2 CPU cores.
+30,000 weights, 2 epochs: 99.3 % of the 10,000 test digits are read rightly, after 9 s on 2 CPU cores with 2 ranks.
 """
 
 import argparse
