@@ -114,9 +114,6 @@ def _enter(world: World) -> World:
     )
     _set_omp_threads(world.local_world_size)
     mend()
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        # lines of several ranks stay whole, and appear when written, also under PYTHONUNBUFFERED
-        sys.stdout = open(sys.stdout.fileno(), "w", 1, sys.stdout.encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115
     return world
 
 

@@ -1,15 +1,23 @@
-"""What torch would get wrong in a rank, mended before the script goes on. Nothing here imports torch by itself."""
+"""What would go wrong in a rank, mended before the script goes on. Nothing here imports torch by itself."""
 
 import os
 import sys
 
 
 def mend() -> None:
-    """Make a rank that has torch already right: its thread count, and the end of its gloo groups."""
+    """Once in each rank: whole lines on standard output, torch's thread count, the end of its gloo groups."""
+    _write_whole_lines()
     if torch := sys.modules.get("torch"):
         _apply_omp_threads(torch)
         if "torch.distributed" in sys.modules and torch.distributed.is_available():
             _keep_gloo_groups(torch.distributed)
+
+
+def _write_whole_lines() -> None:
+    """Lines of several ranks must not mix, and must appear when they are written, also under PYTHONUNBUFFERED."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = open(sys.stdout.fileno(), "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
 
 
 def _apply_omp_threads(torch) -> None:
