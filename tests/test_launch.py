@@ -9,6 +9,7 @@ import pytest
 from conftest import python, start_python, wait_until
 
 from allranks.launchers import LAUNCHERS
+from allranks.network import free_port
 
 REPORT = """
 import json, os, sys
@@ -56,6 +57,11 @@ print("ended")
 def simulate(script, *args, launcher="sing", nnodes=2, nproc=2, **environ):
     shape = ["--launcher", launcher, "--nnodes", nnodes, "--nproc-per-node", nproc]
     return python("-m", "allranks", "simulate", *shape, sys.executable, script, *args, **environ)
+
+
+def torchrun(*args, module="run", **options):
+    # its own default port may be another job's
+    return python("-m", f"torch.distributed.{module}", "--master-port", free_port(), *args, **options)
 
 
 def reports(done):
@@ -136,7 +142,7 @@ def test_run_starts_any_command():
 
 
 def test_the_old_launcher_and_its_option(script):
-    done = python("-m", "torch.distributed.launch", "--nproc-per-node", "2", script(REPORT), "--lr", "1")
+    done = torchrun("--nproc-per-node", "2", script(REPORT), "--lr", "1", module="launch")
     assert [(r["RANK"], r["LOCAL_RANK"], r["argv"]) for r in reports(done)] == [
         ("0", "0", ["--lr", "1"]),
         ("1", "1", ["--lr", "1"]),
@@ -178,7 +184,7 @@ def test_no_process_is_left_behind(script, number, shape):
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_the_end_of_a_gloo_group_never_hangs(script, attempt):
     # plain torch hangs in two of three such runs, and once in twenty without the switch interval: see allranks/mend.py
-    done = python("-m", "torch.distributed.run", "--nproc-per-node", "4", script(LET_GO), timeout=60)
+    done = torchrun("--nproc-per-node", "4", script(LET_GO), timeout=60)
     assert done.stdout.split() == ["ended"] * 4
 
 
@@ -241,7 +247,7 @@ def test_two_jobs_of_one_node_share_a_host(script):
 
 def test_a_torchrun_that_knows_less_than_the_platform_is_told(script):
     sing = {"SING_RANK": "0", "SING_WORLD_SIZE": "2", "SING_JOB_NAME": "t", "SING_HOSTNAME_SUFFIX": "s"}
-    done = python("-m", "torch.distributed.run", script(REPORT), **sing, SING_MASTER_ADDR="t-0.s")
+    done = torchrun(script(REPORT), **sing, SING_MASTER_ADDR="t-0.s")
     assert done.returncode == 0
     assert "warning: SING Cloud has SING_WORLD_SIZE=2 nodes, but torchrun was started with 1" in done.stderr
 
