@@ -59,6 +59,8 @@ def _launch(nproc_per_node: int | None, fork: bool, script: Callable[[], object]
     world = resolve(os.environ, sys.argv)
     if line := overlooked(world, os.environ):
         say(f"warning: {line}")
+    if world.host_addr:
+        os.environ[world.sources["host_addr"]] = world.host_addr
     if world.level == "process":
         _take_local_rank_out_of(sys.argv)
         return _enter(world)
@@ -69,8 +71,6 @@ def _launch(nproc_per_node: int | None, fork: bool, script: Callable[[], object]
     script = script or _find_script()
     world = _meet(world, is_master=world.node_rank == 0, alone=world.nnodes == 1)
     _set_omp_threads(nproc)
-    if world.host_addr:
-        os.environ[world.sources["host_addr"]] = world.host_addr
     supervise(world, nproc, script if fork and may_fork() else None, _rendezvous_timeout())
     raise AssertionError("the parent of the ranks never returns")
 
@@ -94,12 +94,10 @@ def _enter(world: World) -> World:
         is_master=world.rank == 0,
         alone=world.world_size == 1,
     )
-    host_addr = {world.sources["host_addr"]: world.host_addr} if world.host_addr else {}
     fixed = {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "allranks", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     fixed |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     for name, value in fixed.items():
         os.environ.setdefault(name, value)
-    os.environ.update(host_addr)
     os.environ.update(
         RANK=str(world.rank),
         WORLD_SIZE=str(world.world_size),

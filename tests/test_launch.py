@@ -134,8 +134,10 @@ def test_run_starts_a_script_that_knows_nothing_of_us(script, flags):
     ]
 
 
-def test_run_starts_any_command():
-    command = ["bash", "-c", "echo rank $RANK of $WORLD_SIZE; exit $((RANK * 7))"]
+def test_run_starts_any_command(tmp_path):
+    # rank 1 fails only once rank 0 has spoken: a failure stops the others at once
+    speak = "echo rank $RANK of $WORLD_SIZE; touch $RANK; until [ -e 0 ]; do sleep 0.05; done; exit $((RANK * 7))"
+    command = ["bash", "-c", f"cd {tmp_path}; {speak}"]
     done = python("-m", "allranks", "run", "--nproc-per-node", "2", *command)
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
     assert done.returncode == 7
