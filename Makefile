@@ -21,10 +21,11 @@ lint: .venv/done ## ruff, hadolint, shellcheck
 	$(VENV)/hadolint images/*/Dockerfile
 	$(VENV)/shellcheck scripts/*.sh .ci/run
 
-build: ## both images: allranks-base, pytorch-dist-mnist
+build: ## the images: allranks-base, pytorch-dist-mnist, pytorch-ddp
 	docker build -t $(BASE) -f images/base/Dockerfile --build-arg BASE_IMAGE --build-arg REVISION=$(REVISION) \
 	  --build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg CUDA_VERSION=$(CUDA_VERSION) .
 	docker build -t $(DIST_MNIST) --build-arg BASE=$(BASE) images/pytorch-dist-mnist
+	docker build -t $(DDP) --build-arg BASE=$(BASE) images/pytorch-ddp
 
 up: ## the cluster of compose/, on the GPU where there is one; builds the image if it is missing
 	@docker image inspect $(DIST_MNIST) >/dev/null 2>&1 || $(MAKE) build
@@ -33,7 +34,7 @@ up: ## the cluster of compose/, on the GPU where there is one; builds the image 
 
 lock: .venv/done ## renew the three lock files from pyproject.toml
 	$(VENV)/uv pip compile $(LOCK) --group image -o images/base/requirements.lock
-	$(VENV)/uv pip compile $(LOCK) --group dev -o tests/requirements.lock
+	$(VENV)/uv pip compile $(LOCK) --group dev -c images/base/requirements.lock -o tests/requirements.lock
 	$(VENV)/uv pip compile $(LOCK) --group uv -o images/base/uv.lock
 LOCK := -q --upgrade --universal --python-version 3.10 --generate-hashes --no-header
 

@@ -42,8 +42,13 @@ def _command(argv: list[str]) -> int:
         from allranks.simulate import simulate
 
         return simulate(args.command, args.launcher, args.nnodes, args.nproc_per_node)
-    from allranks.launch import run
+    from allranks.launch import run, torchrun_command
 
+    if args.dry_run:
+        import shlex
+
+        print(shlex.join(torchrun_command(args.command, args.nproc_per_node)))
+        return 0
     run(args.command, args.nproc_per_node, not args.no_fork)
     raise AssertionError("run never returns")
 
@@ -71,6 +76,7 @@ def _parser():
         "--nproc-per-node", type=_positive, metavar="N", help="ranks on this node (default: its GPUs, or 1)"
     )
     run.add_argument("--no-fork", action="store_true", help="start a fresh interpreter for each rank")
+    run.add_argument("--dry-run", action="store_true", help="print the torchrun command for this node; start nothing")
     explain = verbs.add_parser(
         "explain",
         help="show what this process's environment means, and start nothing",

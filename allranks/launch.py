@@ -12,18 +12,19 @@ from allranks.network import check_port_free, free_port, own_name, say, wait_for
 from allranks.resolve import World, overlooked, resolve
 
 
-def launch(nproc_per_node: int | None = None, *, fork: bool = True) -> World:
+def launch(nproc_per_node: int | None = None, *, fork: bool = True, meet: bool = True) -> World:
     """Return in every rank of the job, with the environment that torchrun would have set.
 
     Call it first in main(), before CUDA is touched. Where the launcher has started one process per node, this one
     becomes the parent of that node's ranks and never comes back; each rank runs the script from its top.
 
     nproc_per_node: ranks on this node; else NPROC_PER_NODE, else one per GPU, else 1. fork: ranks are forked from
-    this process, after its imports; False starts fresh interpreters. ALLRANKS_RENDEZVOUS_TIMEOUT: seconds to wait
-    for the other nodes (600). An error is one line on standard error and the exit status of its class.
+    this process, after its imports; False starts fresh interpreters. meet: False where the script's ranks meet by
+    tcp:// or file://: no MASTER_ADDR is needed then, and no master waited for. ALLRANKS_RENDEZVOUS_TIMEOUT: seconds to
+    wait for the other nodes (600). An error is one line on standard error and the exit status of its class.
     """
     try:
-        return _launch(nproc_per_node, fork, None)
+        return _launch(nproc_per_node, fork, meet=meet)
     except AllranksError as error:
         say(str(error))
         sys.exit(error.status)
@@ -45,29 +46,62 @@ def run(command: list[str], nproc_per_node: int | None, fork: bool) -> None:
         _launch(nproc_per_node, fork, lambda: _run_path(words[0]))
         _run_path(words[0])
         sys.exit(0)
-    _launch(nproc_per_node, False, None)
+    _launch(nproc_per_node, False)
     try:
         os.execvp(command[0], command)
     except OSError as error:
         raise CannotStart(f"{command[0]!r}: {error.strerror}", "a script or a program on PATH", "correct it") from None
 
 
-def _launch(nproc_per_node: int | None, fork: bool, script: Callable[[], object] | None) -> World:
+def torchrun_command(command: list[str], nproc_per_node: int | None) -> list[str]:
+    """The torchrun command line that would start this node's ranks; starts nothing.
+
+    The command itself where the launcher has started every rank. Raises AllranksError.
+    """
+    world = resolve(os.environ)
+    if world.level == "process":
+        return ["python", *command] if command[0].endswith(".py") else command
+    nproc = nproc_per_node or world.local_world_size or max(machine.gpu_count(), 1)
+    alone = world.nnodes == 1 and world.sources["master_port"] == "default"
+    options = {
+        "--nnodes": world.nnodes,
+        "--node-rank": world.node_rank,
+        "--nproc-per-node": nproc,
+        "--master-addr": world.master_addr,
+        "--master-port": free_port() if alone else world.master_port,
+    }
+    if os.path.basename(command[0]) in ("python", "python3"):
+        command = command[1:]
+    elif not command[0].endswith(".py"):
+        command = ["--no-python", *command]
+    threads = os.environ.get("OMP_NUM_THREADS") or _threads_per_rank(nproc)
+    return [
+        "env",
+        f"OMP_NUM_THREADS={threads}",
+        "torchrun",
+        *(f"{name}={value}" for name, value in options.items()),
+        *command,
+    ]
+
+
+def _launch(
+    nproc_per_node: int | None, fork: bool, script: Callable[[], object] | None = None, meet: bool = True
+) -> World:
     _leave_pid_1()
     machine.die_with_parent()
     machine.ensure_temporary_directory()
-    world = resolve(os.environ, sys.argv)
+    world = resolve(os.environ, sys.argv, needs_master=meet)
     if line := overlooked(world, os.environ):
         say(f"warning: {line}")
     if world.host_addr:
         os.environ[world.sources["host_addr"]] = world.host_addr
     if world.level == "process":
         _take_local_rank_out_of(sys.argv)
-        return _enter(world)
+        return _enter(world, meet)
     nproc = nproc_per_node or world.local_world_size or max(machine.gpu_count(), 1)
     if nproc == 1:
         alone = {"rank": world.node_rank, "world_size": world.nnodes, "local_rank": 0, "local_world_size": 1}
-        return _enter(world._replace(**alone))
+        return _enter(world._replace(**alone), meet)
     script = script or _find_script()
     world = _meet(world, is_master=world.node_rank == 0, alone=world.nnodes == 1)
     _set_omp_threads(nproc)
@@ -75,7 +109,7 @@ def _launch(nproc_per_node: int | None, fork: bool, script: Callable[[], object]
     raise AssertionError("the parent of the ranks never returns")
 
 
-def _enter(world: World) -> World:
+def _enter(world: World, meet: bool) -> World:
     """This process is a rank: see the way to the master, then make the environment torchrun's."""
     nproc = world.local_world_size or 1  # a rank that is not told of others is alone on its host
     if world.local_rank is None and (gpus := machine.gpu_count()) > 1:
@@ -84,16 +118,15 @@ def _enter(world: World) -> World:
             "to be told which of them is this rank's own",
             "set LOCAL_RANK (0 for the first rank on each host), or show each process its own GPU alone",
         )
-    world = _meet(
-        world._replace(
-            local_rank=world.local_rank or 0,
-            local_world_size=nproc,
-            node_rank=world.rank // nproc if world.node_rank is None else world.node_rank,
-            nnodes=world.nnodes or -(-world.world_size // nproc),
-        ),
-        is_master=world.rank == 0,
-        alone=world.world_size == 1,
+    world = world._replace(
+        local_rank=world.local_rank or 0,
+        local_world_size=nproc,
+        node_rank=world.rank // nproc if world.node_rank is None else world.node_rank,
+        nnodes=world.nnodes or -(-world.world_size // nproc),
     )
+    if meet:
+        world = _meet(world, is_master=world.rank == 0, alone=world.world_size == 1)
+    world = world._replace(master_addr=world.master_addr or own_name())
     fixed = {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "allranks", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     fixed |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     for name, value in fixed.items():
@@ -123,7 +156,7 @@ def _meet(world: World, is_master: bool, alone: bool) -> World:
         return world._replace(master_port=free_port())  # nobody else has to know it: two jobs may share a host
     if is_master:
         check_port_free(world.master_port)
-        return world if world.master_addr else world._replace(master_addr=own_name())
+        return world
     wait_for_master(world.master_addr, world.master_port, _rendezvous_timeout())
     return world
 
@@ -150,7 +183,11 @@ def _run_path(path: str) -> None:
 
 def _set_omp_threads(local_world_size: int) -> None:
     """Give each rank its share of this container's CPUs, unless OMP_NUM_THREADS says otherwise."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cpu_limit() // local_world_size)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads_per_rank(local_world_size)))
+
+
+def _threads_per_rank(local_world_size: int) -> int:
+    return max(1, machine.cpu_limit() // local_world_size)
 
 
 def _take_local_rank_out_of(argv: list[str]) -> None:

@@ -22,6 +22,7 @@ class Launcher(NamedTuple):
     optional:   the same, for those that may be absent
     docs:       where this is documented
     host_addr:  (variable, template): the address of this node, which the guides let scripts rely on
+    covers:     rows that its variables look like, and that are not meant where it is recognised
     example:    variables with constant values that `simulate` adds
     """
 
@@ -34,6 +35,7 @@ class Launcher(NamedTuple):
     docs: str
     optional: Mapping[str, str] = MappingProxyType({})
     host_addr: tuple[str, str] | None = None
+    covers: tuple[str, ...] = ()
     example: Mapping[str, str] = MappingProxyType({})
 
 
@@ -59,6 +61,18 @@ LAUNCHERS = (
         example={"TORCHELASTIC_RUN_ID": "simulated"},
     ),
     Launcher(
+        name="pet",
+        title="torchrun's PET_ variables, as Kubeflow sets them for each node",
+        level="node",
+        marks=("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"),
+        marks_seen=2,
+        fields={"node_rank": "PET_NODE_RANK", "nnodes": "PET_NNODES", "master_addr": "PET_MASTER_ADDR"},
+        optional={"local_world_size": "PET_NPROC_PER_NODE", "master_port": "PET_MASTER_PORT"},
+        # PyTorchJob sets RANK and WORLD_SIZE, too: the one counts nodes, the other processes
+        covers=("pods", "thd", "bare"),
+        docs="https://github.com/kubeflow/trainer/blob/8c0f505/pkg/runtime/framework/plugins/torch/torch.go",
+    ),
+    Launcher(
         name="sing",
         title="SING Cloud",
         level="node",
@@ -80,6 +94,7 @@ LAUNCHERS = (
         marks=("RANK", "WORLD_SIZE", "MASTER_ADDR", "JOB_NAME", "SVC_NAME", "POD_NAMESPACE"),
         marks_seen=4,
         fields=_POD,
+        covers=("thd", "bare"),
         host_addr=("POD_ADDR", "{JOB_NAME}-{RANK}.{SVC_NAME}.{POD_NAMESPACE}.svc.cluster.local"),
         docs="images/pytorch-dist-mnist/README.md",
         example={"JOB_NAME": "test", "SVC_NAME": "test-service", "POD_NAMESPACE": "demo-project"},

@@ -1,12 +1,16 @@
 """What would go wrong in a rank, mended before the script goes on. Nothing here imports torch by itself."""
 
+import atexit
 import os
 import sys
+import threading
+import time
 
 
 def mend() -> None:
     """Once in each rank: whole lines on standard output, torch's thread count, the end of its gloo groups."""
     _write_whole_lines()
+    atexit.register(_let_threads_finish)
     if torch := sys.modules.get("torch"):
         _apply_omp_threads(torch)
         if "torch.distributed" in sys.modules and torch.distributed.is_available():
@@ -49,3 +53,31 @@ def _keep_gloo_groups(dist) -> None:
 
 
 _kept: list = []
+
+
+def _let_threads_finish(longest: float = 1.0) -> None:
+    """Give gloo's threads the time to free the tensors of the last call; at most `longest` seconds.
+
+    Python ends a thread that asks for its lock while the interpreter is being torn down, in the middle of C++: the
+    process dies of "terminate called without an active exception", status 134, after all its work is done.
+    """
+    if "torch.distributed" not in sys.modules:
+        return
+    idle, deadline = 0, time.monotonic() + longest
+    while idle < 2 and time.monotonic() < deadline:  # twice: the first time one of them may be waiting for our lock
+        time.sleep(0.005)  # without the lock
+        idle = 0 if _a_thread_runs() else idle + 1
+
+
+def _a_thread_runs() -> bool:
+    """Whether the kernel has another thread of this process running or about to; False where it cannot be asked."""
+    try:
+        others = set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}
+        return any(_state(thread) in "RD" for thread in others)
+    except OSError:  # not Linux, or the thread has ended meanwhile
+        return False
+
+
+def _state(thread: str) -> str:
+    with open(f"/proc/self/task/{thread}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]

@@ -32,17 +32,19 @@ class World(NamedTuple):
     sources: Mapping[str, str] = MappingProxyType({})
 
 
-def resolve(environ: Mapping[str, str], argv: Sequence[str] = ()) -> World:
+def resolve(environ: Mapping[str, str], argv: Sequence[str] = (), needs_master: bool = True) -> World:
     """Read what the launcher said.
 
     environ: the environment variables. argv: the command line, where older launchers put `--local-rank=N`.
+    needs_master: False where ranks that were started one by one will meet without a MASTER_ADDR.
     Raises MissingVariable, InvalidVariable, LauncherConflict or MasterIsLoopback.
     """
     row = _choose(environ)
     known: dict[str, int | str] = {}
     sources: dict[str, str] = {}
     for field, variable in (row.fields | row.optional).items():
-        if variable in environ and field not in ("master_addr", "master_port"):
+        as_many_as_there_are = field == "local_world_size" and environ.get(variable) in ("auto", "gpu", "cpu")
+        if variable in environ and field not in ("master_addr", "master_port") and not as_many_as_there_are:
             known[field], sources[field] = (
                 _number(environ, variable, 1 if "size" in field or field == "nnodes" else 0),
                 variable,
@@ -51,7 +53,7 @@ def resolve(environ: Mapping[str, str], argv: Sequence[str] = ()) -> World:
         _read_local_rank(argv, known, sources)
     if row.level == "node" and "NPROC_PER_NODE" in environ:
         known["local_world_size"], sources["local_world_size"] = _number(environ, "NPROC_PER_NODE", 1), "NPROC_PER_NODE"
-    _require(row, environ, known)
+    _require(row, environ, known, needs_master and known.get("world_size") != 1)
     _derive(row, known)
     _check_ranges(known, sources)
     _read_master(row, environ, known, sources)
@@ -81,6 +83,9 @@ def _choose(environ: Mapping[str, str]) -> Launcher:
             raise InvalidVariable(f"ALLRANKS_LAUNCHER={named!r}", f"one of {', '.join(BY_NAME)}", "correct or unset it")
         return BY_NAME[named]
     seen = [row for row in LAUNCHERS if _recognised(row, environ)]
+    if "LOCAL_RANK" not in environ:
+        covered = {name for row in seen for name in row.covers}
+        seen = [row for row in seen if row.name not in covered]
     outer = [row for row in seen if row.level == "node" and row.marks]
     ranked = [row for row in seen if row.level == "process"]
     if ranked and (not outer or ranked[0].name == "torchrun" or "LOCAL_RANK" in environ):
@@ -98,7 +103,7 @@ def _recognised(row: Launcher, environ: Mapping[str, str]) -> bool:
     if row.name == "pods":  # with a local rank RANK counts processes: something has started them already
         return enough and "LOCAL_RANK" not in environ
     if row.name in ("thd", "bare"):
-        return enough and (row.name == "thd") == _is_thd(environ) and not _recognised(BY_NAME["pods"], environ)
+        return enough and (row.name == "thd") == _is_thd(environ)
     return enough
 
 
@@ -144,9 +149,9 @@ def _read_local_rank(argv: Sequence[str], known: dict, sources: dict) -> None:
             )
 
 
-def _require(row: Launcher, environ: Mapping[str, str], known: dict) -> None:
-    alone = row.name == "bare" and known.get("world_size") == 1
-    needed = [variable for field, variable in row.fields.items() if not (alone and field == "master_addr")]
+def _require(row: Launcher, environ: Mapping[str, str], known: dict, needs_master: bool) -> None:
+    needless = () if needs_master or row.name != "bare" else ("master_addr",)
+    needed = [variable for field, variable in row.fields.items() if field not in needless]
     if row.host_addr:  # every variable that the address of this node is made of
         needed += [mark for mark in row.marks if mark not in needed]
     if row.name == "thd" and known.get("rank") != 0:
@@ -202,10 +207,11 @@ def _read_master(row: Launcher, environ: Mapping[str, str], known: dict, sources
         address, variable = THIS_HOST, "default"
     if address is not None:
         known["master_addr"], sources["master_addr"] = address, variable
+    given = [name for name in (row.optional.get("master_port", ""), "MASTER_PORT") if name in environ]
     if port is not None:
         known["master_port"], sources["master_port"] = port, variable
-    elif "MASTER_PORT" in environ:
-        known["master_port"], sources["master_port"] = _number(environ, "MASTER_PORT", 1, 65535), "MASTER_PORT"
+    elif given:
+        known["master_port"], sources["master_port"] = _number(environ, given[0], 1, 65535), given[0]
     else:
         sources["master_port"] = "default"
     # torchrun has met its nodes at this address already; a simulated cluster lives on one host

@@ -27,6 +27,7 @@ def environments(row: Launcher, nnodes: int, nproc_per_node: int) -> list[dict[s
                 "rank": node_rank * nproc_per_node + local_rank,
                 "world_size": nnodes * nproc_per_node,
                 "master_addr": "localhost",
+                "master_port": port,
             }
             worn = {"MASTER_PORT": port, **row.example}
             worn |= {name: str(values[field]) for field, name in (row.fields | row.optional).items() if field in values}
@@ -47,6 +48,7 @@ def simulate(command: list[str], launcher: str, nnodes: int, nproc_per_node: int
     base = {name: value for name, value in os.environ.items() if name not in launcher_variables()}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     base |= {"ALLRANKS_SIMULATED": "1", "ALLRANKS_PARENT": str(os.getpid()), "GLOO_SOCKET_IFNAME": loopback}
+    base["TP_SOCKET_IFNAME"] = loopback  # of torch.distributed.rpc
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stopped.append(received))

@@ -139,7 +139,11 @@ def test_each_variable_left_out_is_named(environ):
         (SING | {"NPROC_PER_NODE": "gpu"}, InvalidVariable, "NPROC_PER_NODE='gpu'"),
         (SING | PODS | {"RANK": "0"}, LauncherConflict, "SING_RANK=1 and pods .* says RANK=0.*ALLRANKS_LAUNCHER=sing"),
         (SING | BARE | {"WORLD_SIZE": "4"}, LauncherConflict, "SING_WORLD_SIZE=2 and .* says WORLD_SIZE=4"),
-        ({"ALLRANKS_LAUNCHER": "sling"}, InvalidVariable, "ALLRANKS_LAUNCHER='sling'; expected one of torchrun, sing"),
+        (
+            {"ALLRANKS_LAUNCHER": "sling"},
+            InvalidVariable,
+            "ALLRANKS_LAUNCHER='sling'; expected one of torchrun, pet, sing",
+        ),
     ],
 )
 def test_wrong_input_is_named(environ, error, words):
