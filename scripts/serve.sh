@@ -14,6 +14,11 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   exit
 fi
 
+# as process 1 neither bash nor a Python that is starting answers SIGTERM: put an init in front where nobody has
+if [[ $$ == 1 ]] && command -v tini >/dev/null; then
+  exec tini -g -- "$0" "$@"
+fi
+
 # in a checkout: its library, and its .venv unless another environment has torchrun
 repository=$(realpath "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/..")
 if [[ -f $repository/allranks/__init__.py ]]; then
@@ -34,6 +39,7 @@ if [[ ! -e /dev/nvidiactl && ! -e /dev/dxg && -z ${NPROC_PER_NODE:-}${PET_NPROC_
   echo "serve.sh: no GPU here: 2 ranks on the CPU (NPROC_PER_NODE sets another number)" >&2
   export NPROC_PER_NODE=2
 fi
+[[ -w ${TMPDIR:-/tmp} ]] || export TMPDIR=/dev/shm # torchrun does not start without a place for its files
 [[ -n ${PET_STANDALONE:-} ]] || unset PET_STANDALONE # Kubeflow sets it empty, and torchrun wants a number
 
 # each rank goes through allranks, too: whole lines of output, and no gloo group that hangs at its end (allranks/mend.py)

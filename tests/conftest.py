@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST_MNIST = ROOT / "images/pytorch-dist-mnist"
+DDP = ROOT / "images/pytorch-ddp"
+IMAGES = ("allranks-base", "pytorch-dist-mnist", "pytorch-ddp")
 
 
 def clean_environ(**extra):
@@ -22,21 +24,37 @@ def clean_environ(**extra):
     return kept | {"GLOO_SOCKET_IFNAME": "lo"} | extra
 
 
-def start_python(*args, **environ):
-    """Start this interpreter in a process group of its own, its output piped as text."""
-    command, pipes = [sys.executable, *map(str, args)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=clean_environ(**environ), text=True, start_new_session=True, **pipes)
+def start(*command, cwd=None, **environ):
+    """Start a command in a process group of its own, its output piped as text."""
+    options = {"env": clean_environ(**environ), "text": True, "start_new_session": True, "cwd": cwd}
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-def python(*args, timeout=120, **environ):
-    """Run this interpreter to its end; return (returncode, stdout, stderr). Nothing of it outlives the time-out."""
-    with start_python(*args, **environ) as process:
+def start_python(*args, **options):
+    """Start this interpreter, as `start` does."""
+    return start(sys.executable, *args, **options)
+
+
+def python(*args, **options):
+    """Run this interpreter to its end, as `run` does."""
+    return run(sys.executable, *args, **options)
+
+
+def run(*args, timeout=120, **options):
+    """Run a command to its end; return (returncode, stdout, stderr). Nothing of it outlives the time-out."""
+    with start(*args, **options) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+def done_lines(output):
+    """One dict per `done` line, by rank."""
+    lines = [line.split()[1:] for line in output.splitlines() if line.startswith("done ")]
+    return sorted((dict(word.split("=", 1) for word in line) for line in lines), key=lambda line: int(line["rank"]))
 
 
 def wait_until(condition, timeout=30):
@@ -61,7 +79,7 @@ def engine():
 
     client = docker.from_env(timeout=120)
     try:
-        if not all(client.images.list(image) for image in ("allranks-base", "pytorch-dist-mnist")):
+        if not all(client.images.list(image) for image in IMAGES):
             leave_out("the images are not there: make build")
         yield client
     finally:

@@ -5,10 +5,9 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, wait_until
-from test_mnist import done_lines
+from conftest import IMAGES, ROOT, done_lines, wait_until
 
-BASE, IMAGE = "allranks-base", "pytorch-dist-mnist"
+BASE, IMAGE, DDP = IMAGES
 HARDENED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "user": "12345:0"}
 
 
@@ -44,7 +43,7 @@ def versions():
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-@pytest.mark.parametrize("image", [BASE, IMAGE])
+@pytest.mark.parametrize("image", IMAGES)
 def test_labels_say_what_is_inside(engine, output, image):
     labels = engine.images.get(image).labels
     code = "import torch, torchvision, numpy, pytest, docker; print(torch.__version__, torchvision.__version__)"
@@ -58,10 +57,11 @@ def test_labels_say_what_is_inside(engine, output, image):
     assert labels["org.opencontainers.image.revision"]
 
 
-def test_the_torch_layer_is_stored_once(engine):
-    base, child = (engine.images.get(name).attrs["RootFS"]["Layers"] for name in (BASE, IMAGE))
+@pytest.mark.parametrize("image", IMAGES[1:])
+def test_the_torch_layer_is_stored_once(engine, image):
+    base, child = (engine.images.get(name).attrs["RootFS"]["Layers"] for name in (BASE, image))
     assert child[: len(base)] == base
-    added = sum(layer["Size"] for layer in engine.images.get(IMAGE).history()[: len(child) - len(base) + 5])
+    added = sum(layer["Size"] for layer in engine.images.get(image).history()[: len(child) - len(base) + 5])
     assert added < 25_000_000
 
 
@@ -83,14 +83,32 @@ def test_options_alone_are_for_the_images_script(output):
     assert "weights" in done_lines(out)[0]
 
 
+@pytest.mark.parametrize("command", [None, "--steps 5", "serve.sh example.py", "python example.py"])
+def test_pytorch_ddp_trains_by_default_and_says_what_its_example_needs(output, command):
+    status, out, err = output(command, DDP)
+    if command == "python example.py":
+        assert (status, out) == (1, "") and err.startswith("example.py: RANK, WORLD_SIZE, LOCAL_RANK")
+        return
+    assert status == 0, err
+    ranks = done_lines(out)
+    assert [rank["rank"] for rank in ranks] == ["0", "1"] and ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_serve_in_the_base_image_runs_a_strangers_script(output):
+    code = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    script = f'echo "{code}" >/dev/shm/train.py; exec serve.sh /dev/shm/train.py'
+    status, out, err = output(["bash", "-c", script], BASE, environment={"NPROC_PER_NODE": "3"}, **HARDENED)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+
+
 def test_any_command_works_and_is_not_root(output):
     assert output(["bash", "-c", "id -u; python -c 'import torch'; exit 3"])[:2] == (3, "1000\n")
 
 
-def test_read_only_without_rights_under_an_unknown_uid(output):
-    status, out, err = output(
-        "python dist.py --epochs 1", environment={"NPROC_PER_NODE": "2"}, shm_size="64m", **HARDENED
-    )
+@pytest.mark.parametrize(("image", "command"), [(IMAGE, "python dist.py --epochs 1"), (DDP, None)])
+def test_read_only_without_rights_under_an_unknown_uid(output, image, command):
+    status, out, err = output(command, image, environment={"NPROC_PER_NODE": "2"}, shm_size="64m", **HARDENED)
     assert status == 0, err
     assert len({rank["weights"] for rank in done_lines(out)}) == 1
 
@@ -98,11 +116,22 @@ def test_read_only_without_rights_under_an_unknown_uid(output):
 @pytest.mark.parametrize("entrypoint", [None, []], ids=["entrypoint", "replaced entrypoint"])
 def test_sigterm_is_answered(start, entrypoint):
     container = start(["python", "dist.py", "--epochs", "1000"], entrypoint=entrypoint)
-    wait_until(container.logs, timeout=60)  # the first epoch has ended
+    assert stop(container) == 143
+
+
+@pytest.mark.parametrize("entrypoint", [None, []], ids=["entrypoint", "replaced entrypoint"])
+def test_sigterm_reaches_the_ranks_that_serve_has_started(start, entrypoint):
+    container = start(["./serve.sh", "example.py", "--steps", "1000000000"], DDP, entrypoint=entrypoint)
+    assert stop(container) not in (0, 137)  # torchrun's status is 1
+
+
+def stop(container):
+    """Stop a container once it has said something; return its exit status."""
+    wait_until(container.logs, timeout=60)
     began = time.monotonic()
     container.stop(timeout=30)
     assert time.monotonic() - began < 15
-    assert container.wait()["StatusCode"] == 143
+    return container.wait()["StatusCode"]
 
 
 def test_no_ssh_server_without_a_key(output):
@@ -134,7 +163,7 @@ def test_ssh_with_a_key_and_never_with_a_password(network, start, output, tmp_pa
     assert status == 255 and "Permission denied (publickey)" in err
 
 
-@pytest.mark.parametrize("image", [BASE, IMAGE])
+@pytest.mark.parametrize("image", IMAGES)
 def test_no_key_or_password_is_in_the_image(output, image):
     look = "ls /etc/ssh/ssh_host_* /root/.ssh /home/*/.ssh /home/*/.cache /root/.cache/* 2>/dev/null; "
     look += "awk -F: '$2 !~ /^[*!]/' /etc/shadow"

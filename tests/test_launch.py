@@ -190,6 +190,12 @@ def test_the_end_of_a_gloo_group_never_hangs(script, attempt):
     assert done.stdout.split() == ["ended"] * 4
 
 
+@pytest.mark.parametrize("last_words", ["", "dist.destroy_process_group()"], ids=["left open", "destroyed"])
+def test_an_interpreter_ends_while_a_gloo_thread_still_has_a_tensor_to_free(script, last_words):
+    done = torchrun("--nproc-per-node", "4", script(LET_GO.partition("dist.destroy")[0] + last_words), timeout=60)
+    assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
+
+
 def test_a_late_master_is_waited_for(script):
     with socket.socket() as late:
         late.bind(("127.0.0.1", 0))

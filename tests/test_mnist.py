@@ -12,7 +12,7 @@ import sys
 import termios
 
 import pytest
-from conftest import DIST_MNIST, clean_environ, python
+from conftest import DIST_MNIST, clean_environ, done_lines, python
 
 SIZES = """
 import sys
@@ -30,12 +30,6 @@ for samples in (10, 1000):
     print(samples, steps, len(mine.tensor_split(steps)), *mine.tolist())
 dist.destroy_process_group()
 """
-
-
-def done_lines(output):
-    """One dict per `done` line, by rank."""
-    lines = [line.split()[1:] for line in output.splitlines() if line.startswith("done ")]
-    return sorted((dict(word.split("=") for word in line) for line in lines), key=lambda line: int(line["rank"]))
 
 
 def train(script, *args, nproc=2, **environ):
