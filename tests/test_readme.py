@@ -1,17 +1,22 @@
-"""The commands that the README shows: each is run here, or by .ci/run, word by word."""
+"""The commands that the READMEs show: each is run here, or by .ci/run, word by word."""
 
+import os
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, clean_environ
+from conftest import DDP, ROOT, clean_environ
+
+
+def commands(text):
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+
 
 TEXT = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.split("  #")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
-    for line in block.splitlines()
-]
+COMMANDS = commands(TEXT)
 BY_CI = {"make demo", "make test", "make build", "docker compose up"}
 
 
@@ -21,14 +26,25 @@ def test_a_command_of_the_readme(command, request):
         request.getfixturevalue("engine")
     if command.startswith(".venv") and not (ROOT / ".venv").exists():
         pytest.skip("no .venv here: make demo")
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, timeout=300
-    )
     try:
-        assert done.returncode == 0, done.stderr
+        shell(command, ROOT)
     finally:
         if "compose" in command:
-            subprocess.run(command.replace(" up", " down -t 2"), shell=True, cwd=ROOT, capture_output=True, timeout=60)
+            shell(command.replace(" up", " down -t 2"), ROOT)
+
+
+@pytest.mark.parametrize("command", commands((DDP / "README.md").read_text()))
+def test_a_command_of_pytorch_ddp(command, request):
+    if command.startswith("docker"):
+        request.getfixturevalue("engine")
+    assert "done " in shell(command, DDP) or command.startswith("docker build")
+
+
+def shell(command, cwd):
+    environ = clean_environ(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run(command, shell=True, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_ci_runs_the_others_as_they_are_written():
