@@ -16,10 +16,11 @@ demo: .venv/done ## a cluster of 2 nodes x 2 ranks on this machine, without Dock
 test: .venv/done ## every test that can run here; says which it left out, and why
 	@$(VENV)/python -m pytest
 
-lint: .venv/done ## ruff, hadolint, shellcheck
+lint: .venv/done ## ruff, hadolint, shellcheck, yamllint
 	$(VENV)/ruff check && $(VENV)/ruff format --check
-	$(VENV)/hadolint images/*/Dockerfile
+	$(VENV)/hadolint images/*/Dockerfile compose/*.Dockerfile
 	$(VENV)/shellcheck scripts/*.sh .ci/run
+	$(VENV)/yamllint --strict compose k8s tests
 
 build: ## the images: allranks-base, pytorch-dist-mnist, pytorch-ddp
 	docker build -t $(BASE) -f images/base/Dockerfile --build-arg BASE_IMAGE --build-arg REVISION=$(REVISION) \

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from allranks import machine
 from allranks.agent import may_fork, supervise
 from allranks.errors import AllranksError, CannotStart, InvalidVariable, MissingVariable
+from allranks.launchers import BY_NAME
 from allranks.mend import mend
+from allranks.mpi import find_master
 from allranks.network import check_port_free, free_port, own_name, say, wait_for_master
 from allranks.resolve import World, overlooked, resolve
 
@@ -125,6 +127,8 @@ def _enter(world: World, meet: bool) -> World:
         nnodes=world.nnodes or -(-world.world_size // nproc),
     )
     if meet:
+        if world.master_addr is None and BY_NAME[world.launcher].meets:
+            world = find_master(world, os.environ)
         world = _meet(world, is_master=world.rank == 0, alone=world.world_size == 1)
     world = world._replace(master_addr=world.master_addr or own_name())
     fixed = {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "allranks", "TORCHELASTIC_USE_AGENT_STORE": "False"}

@@ -22,6 +22,7 @@ class Launcher(NamedTuple):
     optional:   the same, for those that may be absent
     docs:       where this is documented
     host_addr:  (variable, template): the address of this node, which the guides let scripts rely on
+    meets:      its ranks find their master by the launcher's own means (`mpi.find_master`) where MASTER_ADDR is not set
     covers:     rows that its variables look like, and that are not meant where it is recognised
     example:    variables with constant values that `simulate` adds
     """
@@ -35,6 +36,7 @@ class Launcher(NamedTuple):
     docs: str
     optional: Mapping[str, str] = MappingProxyType({})
     host_addr: tuple[str, str] | None = None
+    meets: bool = False
     covers: tuple[str, ...] = ()
     example: Mapping[str, str] = MappingProxyType({})
 
@@ -59,6 +61,30 @@ LAUNCHERS = (
         | {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"},
         docs="https://pytorch.org/docs/2.5/elastic/run.html#environment-variables",
         example={"TORCHELASTIC_RUN_ID": "simulated"},
+    ),
+    Launcher(
+        name="openmpi",
+        title="Open MPI's mpirun",
+        level="process",
+        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        marks_seen=1,
+        # not OMPI_COMM_WORLD_NODE_RANK: it counts the ranks of one node over all its jobs
+        fields={"rank": "OMPI_COMM_WORLD_RANK", "world_size": "OMPI_COMM_WORLD_SIZE"}
+        | {"local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE"},
+        optional={"master_addr": "MASTER_ADDR"},
+        meets=True,
+        docs="https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html",
+    ),
+    Launcher(
+        name="mpich",
+        title="mpirun of MPICH and Intel MPI",
+        level="process",
+        marks=("PMI_RANK", "PMI_SIZE"),
+        marks_seen=1,
+        fields={"rank": "PMI_RANK", "world_size": "PMI_SIZE"},
+        optional={"local_rank": "MPI_LOCALRANKID", "local_world_size": "MPI_LOCALNRANKS", "master_addr": "MASTER_ADDR"},
+        meets=True,
+        docs="https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md",
     ),
     Launcher(
         name="pet",

@@ -88,7 +88,7 @@ def _choose(environ: Mapping[str, str]) -> Launcher:
         seen = [row for row in seen if row.name not in covered]
     outer = [row for row in seen if row.level == "node" and row.marks]
     ranked = [row for row in seen if row.level == "process"]
-    if ranked and (not outer or ranked[0].name == "torchrun" or "LOCAL_RANK" in environ):
+    if ranked and (not outer or ranked[0].name not in ("thd", "bare") or "LOCAL_RANK" in environ):
         return ranked[0]  # only what started this very process can have given it a local rank
     if not outer:
         return seen[0]
@@ -203,7 +203,7 @@ def _read_master(row: Launcher, environ: Mapping[str, str], known: dict, sources
     address, port = None, None
     if variable and variable in environ and not ignored:
         address, port = split_address(environ[variable], variable)
-    elif not ignored:
+    elif not ignored and not (row.meets and known["world_size"] > 1):
         address, variable = THIS_HOST, "default"
     if address is not None:
         known["master_addr"], sources["master_addr"] = address, variable

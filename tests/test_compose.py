@@ -68,7 +68,22 @@ def test_three_nodes_with_the_variables_of_thd(engine, script):
     assert [(rank["rank"], rank["world_size"]) for rank in ranks] == [(str(i), "3") for i in range(3)]
 
 
-@pytest.mark.parametrize(("file", "nodes"), [("docker-compose", 2), ("pods", 2), ("ddp", 2), ("thd", 3)])
+@pytest.mark.parametrize("mpirun", ["mpirun -hosts", "mpirun.openmpi --host"], ids=["MPICH", "Open MPI"])
+def test_mpirun_over_ssh_as_the_guide_has_it(engine, mpirun):
+    command = f"{mpirun} node0,node1,node2 -n 3 python ~jim/project/training.py"
+    try:
+        done = compose("-f", "compose/mpi.yml", "up", "--no-color", "--exit-code-from", "node-0", MPIRUN=command)
+        lines = [line.partition("| ")[2] for line in done.stdout.splitlines()]
+        assert [(rank["rank"], rank["calls"]) for rank in done_lines("\n".join(lines))] == [
+            ("0", "10"),
+            ("1", "10"),
+            ("2", "10"),
+        ]
+    finally:
+        compose("-f", "compose/mpi.yml", "down", "-v", "-t", "2")
+
+
+@pytest.mark.parametrize(("file", "nodes"), [("docker-compose", 2), ("pods", 2), ("ddp", 2), ("thd", 3), ("mpi", 3)])
 def test_a_gpu_host_gives_every_node_its_gpu(engine, file, nodes):
     files = ["-f", f"compose/{file}.yml", "-f", "compose/gpu.yml"] + ["--profile=node-2"] * (nodes == 3)
     services = json.loads(compose(*files, "config", "--format", "json").stdout)["services"]

@@ -30,7 +30,7 @@ def test_a_command_of_the_readme(command, request):
         shell(command, ROOT)
     finally:
         if "compose" in command:
-            shell(command.replace(" up", " down -t 2"), ROOT)
+            shell(command.partition(" up")[0] + " down -v -t 2", ROOT)
 
 
 @pytest.mark.parametrize("command", commands((DDP / "README.md").read_text()))

@@ -37,6 +37,23 @@ TORCHRUN = {
 }
 BARE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
 THD = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "node0:29500"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "7",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+    "PET_NPROC_PER_NODE": "4",
+}
+# what Kubeflow's PyTorchJob adds: WORLD_SIZE counts processes there, RANK nodes
+PYTORCHJOB = PET | {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-node-0-0.job", "MASTER_PORT": "29400"}
 THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
 
 
@@ -63,12 +80,25 @@ THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
         (THD | {"MASTER_PORT": "1"}, {"master_port": 29500}),  # "worker nodes ignore it"
         (THD_MASTER, {"launcher": "thd", "rank": 0, "master_addr": None, "master_port": 29500}),
         (THD_MASTER | {"MASTER_ADDR": "x:1"}, {"master_addr": None, "master_port": 29500}),  # "the master ignores it"
+        (OPENMPI, {"launcher": "openmpi", "level": "process", "rank": 3, "world_size": 4, "master_addr": None}),
+        (OPENMPI | {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}, {"master_addr": "node0", "master_port": 1234}),
+        (OPENMPI, {"local_rank": 1, "local_world_size": 2, "node_rank": None}),
+        (MPICH, {"launcher": "mpich", "rank": 3, "world_size": 4, "local_rank": 1, "master_addr": None}),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, {"launcher": "mpich", "master_addr": "127.0.0.1", "nnodes": 1}),
+        (PET, {"launcher": "pet", "level": "node", "node_rank": 1, "nnodes": 2, "world_size": 8, "master_port": 29400}),
+        (PET | {"PET_NPROC_PER_NODE": "auto"}, {"world_size": None, "local_world_size": None}),
+        (PET | {"NPROC_PER_NODE": "2"}, {"world_size": 4}),
+        (PYTORCHJOB | {"PET_STANDALONE": ""}, {"launcher": "pet", "node_rank": 1, "world_size": 8}),
+        (PYTORCHJOB | {"POD_NAMESPACE": "default"}, {"launcher": "pet"}),
         ({}, {"launcher": "none", "level": "node", "node_rank": 0, "nnodes": 1, "master_port": 29500}),
         ({"JOB_NAME": "jenkins", "POD_NAMESPACE": "ci"}, {"launcher": "none"}),
         # an inner launcher wins over what it runs in
         (SING | TORCHRUN, {"launcher": "torchrun", "rank": 3}),
         (PODS | TORCHRUN, {"launcher": "torchrun", "rank": 3}),
         (SING | BARE | {"LOCAL_RANK": "0"}, {"launcher": "bare", "rank": 1}),
+        (PODS | OPENMPI, {"launcher": "openmpi", "rank": 3}),
+        (PYTORCHJOB | MPICH, {"launcher": "mpich", "rank": 3}),
+        (PET | TORCHRUN, {"launcher": "torchrun", "rank": 3}),
         # two that agree
         (SING | PODS, {"launcher": "sing", "node_rank": 1}),
         (SING | BARE, {"launcher": "sing", "level": "node"}),
@@ -98,10 +128,14 @@ def test_sources_name_the_variable():
     }
 
 
-@pytest.mark.parametrize("environ", [SING, PODS, TORCHRUN, BARE, THD], ids=["sing", "pods", "torchrun", "bare", "thd"])
+NOT_NEEDED = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_NODE_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}
+NOT_NEEDED |= {"PET_MASTER_PORT", "PET_NPROC_PER_NODE"}
+
+
+@pytest.mark.parametrize("environ", [SING, PODS, TORCHRUN, BARE, THD, OPENMPI, MPICH, PET])
 def test_each_variable_left_out_is_named(environ):
     row = resolve(environ).launcher
-    for variable in environ.keys() - {"TORCHELASTIC_RUN_ID"}:
+    for variable in environ.keys() - NOT_NEEDED:
         if row == "bare" and variable == "MASTER_PORT":
             continue  # 29500 where nobody gives one
         with pytest.raises(MissingVariable, match=rf"missing-variable: {variable} not set.*'{row}|bare'"):
@@ -142,7 +176,7 @@ def test_each_variable_left_out_is_named(environ):
         (
             {"ALLRANKS_LAUNCHER": "sling"},
             InvalidVariable,
-            "ALLRANKS_LAUNCHER='sling'; expected one of torchrun, pet, sing",
+            "ALLRANKS_LAUNCHER='sling'; expected one of torchrun, openmpi",
         ),
     ],
 )
