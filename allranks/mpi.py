@@ -29,10 +29,11 @@ def _open_mpi(world: World, environ: Mapping[str, str]) -> str:
 
 
 def _is_own(address: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+    """Whether packets to the address would leave from that very address; sends none."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((address, 0))
-            return True
+            probe.connect((address, 9))
+            return probe.getsockname()[0] == address
         except OSError:
             return False
 

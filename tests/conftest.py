@@ -66,7 +66,7 @@ def wait_until(condition, timeout=30):
 
 
 def leave_out(why):
-    """Skip this test; fail it where Docker has been promised."""
+    """Skip this test; fail it where Docker and Kubernetes have been promised."""
     (pytest.fail if "ALLRANKS_REQUIRE_DOCKER" in os.environ else pytest.skip)(why)
 
 

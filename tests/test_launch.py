@@ -1,6 +1,7 @@
 """What launch() promises: torchrun's environment in every rank, the right status, nobody left behind."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -194,6 +195,28 @@ def test_the_end_of_a_gloo_group_never_hangs(script, attempt):
 def test_an_interpreter_ends_while_a_gloo_thread_still_has_a_tensor_to_free(script, last_words):
     done = torchrun("--nproc-per-node", "4", script(LET_GO.partition("dist.destroy")[0] + last_words), timeout=60)
     assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "this Open MPI does not say where mpirun was started.*-x MASTER_ADDR=HOST"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://192.0.2.1,192.0.2.2:41043"},
+            r"rank 0 is on \S+, not where mpirun was started \(192.0.2.1, 192.0.2.2\).*-x MASTER_ADDR=HOST",
+        ),
+        ({"PMI_RANK": "0"}, "its process manager offers no PMI_FD.*-genv MASTER_ADDR HOST"),
+    ],
+)
+def test_mpi_ranks_that_cannot_find_their_master_say_so(script, environ, words):
+    if "PMI_RANK" in environ:
+        environ |= {"PMI_SIZE": "2"}
+    else:
+        environ |= {f"OMPI_COMM_WORLD_{name}": value for name, value in (("SIZE", "2"), ("LOCAL_SIZE", "1"))}
+        environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    done = python(script("import allranks\nallranks.launch()\n"), **environ)
+    assert done.returncode == 65 and done.stderr.count("\n") == 1
+    assert re.match(f"allranks: missing-variable: MASTER_ADDR not set, and {words}", done.stderr)
 
 
 def test_a_late_master_is_waited_for(script):
