@@ -14,7 +14,8 @@ class AllranksError(Exception):
     status = 64
 
     def __init__(self, seen: str, expected: str, todo: str):
-        super().__init__(f"{self.code}: {seen}; expected {expected}; {todo}")
+        line = f"{self.code}: {seen}; expected {expected}; {todo}"  # a variable's value may hold anything
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
 
 
 class MissingVariable(AllranksError):

@@ -1,12 +1,15 @@
 """THE TABLE: which variables each launcher sets, and what its rank counts.
 
-One row per launcher, in order of precedence: a row of level "process" is the innermost launcher there can be,
-so it wins over every "node" row around it; two "node" rows must agree (see `resolve`).
+One row per launcher, in order of precedence: see `resolve` for what happens where several are visible.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
+
+Environ = Mapping[str, str]
+NOTHING: Mapping = MappingProxyType({})
 
 
 class Launcher(NamedTuple):
@@ -19,12 +22,16 @@ class Launcher(NamedTuple):
     marks:      the variables that give it away
     marks_seen: how many of them must be visible before it is recognised
     fields:     field of World -> its variable; all of them must be there
-    optional:   the same, for those that may be absent
     docs:       where this is documented
-    host_addr:  (variable, template): the address of this node, which the guides let scripts rely on
-    meets:      its ranks find their master by the launcher's own means (`mpi.find_master`) where MASTER_ADDR is not set
+    optional:   as fields, for those that may be absent
+    when:       environ -> whether it is meant, where its marks are not enough to tell
+    read:       field -> (value, environ) -> the text meant, None for "not said"; ValueError, KeyError, IndexError or
+                TypeError where it cannot be read. A master or port read so gives way to MASTER_ADDR and MASTER_PORT
+    certain:    it has started this very process: nothing that is visible, too, can be meant
     covers:     rows that its variables look like, and that are not meant where it is recognised
-    example:    variables with constant values that `simulate` adds
+    meets:      its ranks find their master by the launcher's own means (`mpi.find_master`) where MASTER_ADDR is not set
+    host_addr:  (variable, template): the address of this node, which the guides let scripts rely on
+    example:    World's fields -> the variables besides fields and optional that `simulate` wears
     """
 
     name: str
@@ -34,20 +41,102 @@ class Launcher(NamedTuple):
     marks_seen: int
     fields: Mapping[str, str]
     docs: str
-    optional: Mapping[str, str] = MappingProxyType({})
-    host_addr: tuple[str, str] | None = None
-    meets: bool = False
+    optional: Mapping[str, str] = NOTHING
+    when: Callable[[Environ], bool] = lambda environ: True
+    read: Mapping[str, Callable[[str, Environ], str | None]] = NOTHING
+    certain: bool = False
     covers: tuple[str, ...] = ()
-    example: Mapping[str, str] = MappingProxyType({})
+    meets: bool = False
+    host_addr: tuple[str, str] | None = None
+    example: Callable[[dict], Mapping[str, str]] = lambda world: NOTHING
 
 
-_POD = {"node_rank": "RANK", "nnodes": "WORLD_SIZE", "master_addr": "MASTER_ADDR"}
-_PROCESS = {
-    "rank": "RANK",
-    "world_size": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_world_size": "LOCAL_WORLD_SIZE",
-}
+# --- readers: what a variable means that is not simply the value ------------------------------------------------------
+
+
+def _number_or_all(text: str, environ: Environ) -> str | None:
+    """torchrun takes words besides numbers, all of which mean "as many as there are"."""
+    return None if text in ("auto", "gpu", "cpu") else text
+
+
+def _some(text: str, environ: Environ) -> str | None:
+    """0 GPUs say nothing about the number of ranks."""
+    return None if text == "0" else text
+
+
+def _first_line(text: str, environ: Environ) -> str:
+    return text.split()[0]
+
+
+def slurm_first_host(text: str, environ: Environ = NOTHING) -> str:
+    """`rack[01-04]n[1,3],gpu7` -> `rack01n1`: the host of task 0."""
+    host, depth = "", 0
+    for character in text:
+        if character == "," and depth == 0:
+            break
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if depth == 0 and character != "]":
+            host += character
+        elif character == "[":
+            first = True
+        elif character in ",-":
+            first = False
+        elif depth and first:
+            host += character
+    if depth or not host:
+        raise ValueError(text)
+    return host
+
+
+def slurm_tasks_here(text: str, environ: Environ) -> str | None:
+    """`2(x3),1` on node 3 (from 0) -> `1`; None where the node is not one of the step's, which is said elsewhere."""
+    counts = []
+    for part in text.split(","):
+        count, _, times = part.removesuffix(")").partition("(x")
+        counts += [str(int(count))] * min(int(times or 1), 100_000)
+    node, nnodes = environ.get("SLURM_NODEID", ""), environ.get("SLURM_STEP_NUM_NODES", "")
+    if not (node.isdecimal() and nnodes.isdecimal() and int(node) < int(nnodes)):
+        return None
+    return counts[int(node)]
+
+
+def _slurm_port(text: str, environ: Environ) -> str:
+    """One that jobs and steps on the same hosts do not share: 10000 to 29999, below those that kernels hand out."""
+    return str(10_000 + (int(text) + 1_009 * int(environ.get("SLURM_STEP_ID", "0"))) % 20_000)
+
+
+def _one_task_per_node(environ: Environ) -> bool:
+    return environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
+
+
+def _not_slurms(environ: Environ) -> bool:
+    """Slurm, too, sets PMI's variables (srun --mpi=pmi2): those of an mpirun inside its step differ from its own."""
+    return environ.get("PMI_RANK") != environ.get("SLURM_PROCID") or environ.get("PMI_SIZE") != environ.get(
+        "SLURM_STEP_NUM_TASKS"
+    )
+
+
+def _host_index(text: str, environ: Environ) -> str:
+    return str(json.loads(environ["SM_HOSTS"]).index(text))
+
+
+def _lsf_first_host(text: str, environ: Environ) -> str:
+    """`batch1 1 host1 42 host2 42` -> `host1`: the first entry is where the job's script runs, and no rank."""
+    hosts = text.split()[::2]
+    return hosts[1] if len(hosts) > 1 else hosts[0]
+
+
+def _is_thd(environ: Environ) -> bool:
+    """MASTER_ADDR=host:port on the workers; a port and no address on rank 0."""
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"].count(":") == 1
+    return environ.get("RANK") == "0" and "MASTER_PORT" in environ
+
+
+_PROCESS = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
+_NODE = {"node_rank": "RANK", "nnodes": "WORLD_SIZE", "master_addr": "MASTER_ADDR"}
+_SLURM = {"master_addr": "SLURM_STEP_NODELIST", "master_port": "SLURM_JOB_ID"}
+_SLURM_EXAMPLE = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "node[00-63]"}
 
 LAUNCHERS = (
     Launcher(
@@ -57,10 +146,11 @@ LAUNCHERS = (
         marks=("TORCHELASTIC_RUN_ID",),
         marks_seen=1,
         fields=_PROCESS
-        | {"node_rank": "GROUP_RANK", "nnodes": "GROUP_WORLD_SIZE"}
+        | {"local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "GROUP_RANK", "nnodes": "GROUP_WORLD_SIZE"}
         | {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"},
+        certain=True,
         docs="https://pytorch.org/docs/2.5/elastic/run.html#environment-variables",
-        example={"TORCHELASTIC_RUN_ID": "simulated"},
+        example=lambda world: {"TORCHELASTIC_RUN_ID": "simulated"},
     ),
     Launcher(
         name="openmpi",
@@ -72,6 +162,7 @@ LAUNCHERS = (
         fields={"rank": "OMPI_COMM_WORLD_RANK", "world_size": "OMPI_COMM_WORLD_SIZE"}
         | {"local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE"},
         optional={"master_addr": "MASTER_ADDR"},
+        certain=True,
         meets=True,
         docs="https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html",
     ),
@@ -83,8 +174,55 @@ LAUNCHERS = (
         marks_seen=1,
         fields={"rank": "PMI_RANK", "world_size": "PMI_SIZE"},
         optional={"local_rank": "MPI_LOCALRANKID", "local_world_size": "MPI_LOCALNRANKS", "master_addr": "MASTER_ADDR"},
+        when=_not_slurms,
+        certain=True,
         meets=True,
         docs="https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md",
+    ),
+    Launcher(
+        name="lsf",
+        title="LSF's jsrun",
+        level="process",
+        marks=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        marks_seen=1,
+        fields={"rank": "JSM_NAMESPACE_RANK", "world_size": "JSM_NAMESPACE_SIZE"}
+        | {"local_rank": "JSM_NAMESPACE_LOCAL_RANK", "master_addr": "LSB_MCPU_HOSTS"},
+        optional={"local_world_size": "JSM_NAMESPACE_LOCAL_SIZE", "master_port": "LSB_JOBID"},
+        read={"master_addr": _lsf_first_host, "master_port": lambda text, environ: str(10_000 + int(text) % 20_000)},
+        docs="https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=jsm-environment-variables",
+        example=lambda world: {"LSB_MCPU_HOSTS": "batch1 1 host1 42 host2 42", "LSB_JOBID": "4711"},
+    ),
+    Launcher(
+        name="slurm",
+        title="Slurm's srun, one task per rank",
+        level="process",
+        # an allocation alone is no launcher: `sbatch` and `salloc` set SLURM_PROCID=0 for a script that is no step
+        marks=("SLURM_STEP_ID", "SLURM_PROCID"),
+        marks_seen=2,
+        fields={"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID"}
+        | {"node_rank": "SLURM_NODEID", "nnodes": "SLURM_STEP_NUM_NODES"}
+        | {"local_world_size": "SLURM_STEP_TASKS_PER_NODE"}
+        | _SLURM,
+        read={"local_world_size": slurm_tasks_here, "master_addr": slurm_first_host, "master_port": _slurm_port},
+        when=lambda environ: not _one_task_per_node(environ),
+        docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
+        example=lambda world: (
+            _SLURM_EXAMPLE | {"SLURM_STEP_TASKS_PER_NODE": f"{world['local_world_size']}(x{world['nnodes']})"}
+        ),
+    ),
+    Launcher(
+        name="slurm-nodes",
+        title="Slurm's srun, one task per node",
+        level="node",
+        marks=("SLURM_STEP_ID", "SLURM_PROCID"),
+        marks_seen=2,
+        fields={"node_rank": "SLURM_NODEID", "nnodes": "SLURM_STEP_NUM_NODES"} | _SLURM,
+        read={"master_addr": slurm_first_host, "master_port": _slurm_port},
+        when=_one_task_per_node,
+        docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
+        example=lambda world: (
+            _SLURM_EXAMPLE | {"SLURM_PROCID": str(world["node_rank"]), "SLURM_STEP_NUM_TASKS": str(world["nnodes"])}
+        ),
     ),
     Launcher(
         name="pet",
@@ -94,8 +232,9 @@ LAUNCHERS = (
         marks_seen=2,
         fields={"node_rank": "PET_NODE_RANK", "nnodes": "PET_NNODES", "master_addr": "PET_MASTER_ADDR"},
         optional={"local_world_size": "PET_NPROC_PER_NODE", "master_port": "PET_MASTER_PORT"},
+        read={"local_world_size": _number_or_all},
         # PyTorchJob sets RANK and WORLD_SIZE, too: the one counts nodes, the other processes
-        covers=("pods", "thd", "bare"),
+        covers=("indexed-job", "volcano", "pods", "pai-dlc", "thd", "bare"),
         docs="https://github.com/kubeflow/trainer/blob/8c0f505/pkg/runtime/framework/plugins/torch/torch.go",
     ),
     Launcher(
@@ -107,10 +246,55 @@ LAUNCHERS = (
         fields={"node_rank": "SING_RANK", "nnodes": "SING_WORLD_SIZE", "master_addr": "SING_MASTER_ADDR"},
         host_addr=("SING_HOST_ADDR", "{SING_JOB_NAME}-{SING_RANK}.{SING_HOSTNAME_SUFFIX}"),
         docs="images/pytorch-dist-mnist/README.md",
-        example={
+        example=lambda world: {
             "SING_JOB_NAME": "test",
             "SING_HOSTNAME_SUFFIX": "test-service.demo-project.svc.cluster.local",
         },
+    ),
+    Launcher(
+        name="skypilot",
+        title="SkyPilot",
+        level="node",
+        marks=("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+        marks_seen=1,
+        fields={"node_rank": "SKYPILOT_NODE_RANK", "nnodes": "SKYPILOT_NUM_NODES", "master_addr": "SKYPILOT_NODE_IPS"},
+        optional={"local_world_size": "SKYPILOT_NUM_GPUS_PER_NODE"},
+        read={"master_addr": _first_line, "local_world_size": _some},
+        docs="https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html",
+        example=lambda world: {"SKYPILOT_NODE_IPS": "203.0.113.1\n203.0.113.2"},
+    ),
+    Launcher(
+        name="sagemaker",
+        title="Amazon SageMaker",
+        level="node",
+        marks=("SM_HOSTS", "SM_CURRENT_HOST"),
+        marks_seen=1,
+        fields={"nnodes": "SM_HOSTS", "node_rank": "SM_CURRENT_HOST", "master_addr": "SM_HOSTS"},
+        optional={"local_world_size": "SM_NUM_GPUS"},
+        read={
+            "node_rank": _host_index,
+            "nnodes": lambda text, environ: str(len(json.loads(text))),
+            "master_addr": lambda text, environ: str(json.loads(text)[0]),
+            "local_world_size": _some,
+        },
+        docs="https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md",
+        example=lambda world: {
+            "SM_HOSTS": json.dumps([f"algo-{host + 1}" for host in range(world["nnodes"])]),
+            "SM_CURRENT_HOST": f"algo-{world['node_rank'] + 1}",
+        },
+    ),
+    Launcher(
+        name="volcano",
+        title="Volcano's pytorch plugin",
+        level="node",
+        marks=("VC_TASK_INDEX", "VK_TASK_INDEX", "VC_MASTER_HOSTS", "VC_WORKER_HOSTS"),
+        marks_seen=1,
+        fields=_NODE,
+        optional={"master_port": "MASTER_PORT"},
+        when=lambda environ: "RANK" in environ and "LOCAL_RANK" not in environ,
+        covers=("pods", "pai-dlc", "thd", "bare"),
+        docs="https://github.com/volcano-sh/volcano/blob/master/pkg/controllers/job/plugins/distributed-framework/pytorch/pytorch.go",
+        example=lambda world: {"VC_TASK_INDEX": str(world["node_rank"])},
     ),
     Launcher(
         name="pods",
@@ -119,20 +303,78 @@ LAUNCHERS = (
         # JOB_NAME or POD_NAMESPACE alone mean nothing (Jenkins sets the one, many pods have the other)
         marks=("RANK", "WORLD_SIZE", "MASTER_ADDR", "JOB_NAME", "SVC_NAME", "POD_NAMESPACE"),
         marks_seen=4,
-        fields=_POD,
-        covers=("thd", "bare"),
+        fields=_NODE,
+        when=lambda environ: "LOCAL_RANK" not in environ,  # with one RANK counts processes, which are started already
+        covers=("pai-dlc", "thd", "bare"),
         host_addr=("POD_ADDR", "{JOB_NAME}-{RANK}.{SVC_NAME}.{POD_NAMESPACE}.svc.cluster.local"),
         docs="images/pytorch-dist-mnist/README.md",
-        example={"JOB_NAME": "test", "SVC_NAME": "test-service", "POD_NAMESPACE": "demo-project"},
+        example=lambda world: {"JOB_NAME": "test", "SVC_NAME": "test-service", "POD_NAMESPACE": "demo-project"},
+    ),
+    Launcher(
+        name="indexed-job",
+        title="Kubernetes Indexed Job, JobSet",
+        level="node",
+        marks=("JOB_COMPLETION_INDEX",),
+        marks_seen=1,
+        fields={"node_rank": "JOB_COMPLETION_INDEX", "nnodes": "NNODES", "master_addr": "MASTER_ADDR"},
+        # pods of an Indexed Job that know nothing of each other are jobs of one node each
+        when=lambda environ: "NNODES" in environ and "LOCAL_RANK" not in environ,
+        docs="https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/",
+    ),
+    Launcher(
+        name="pai-dlc",
+        title="RANK and WORLD_SIZE of nodes, with NPROC_PER_NODE (Alibaba PAI-DLC)",
+        level="node",
+        marks=("RANK", "WORLD_SIZE", "NPROC_PER_NODE"),
+        marks_seen=3,
+        fields=_NODE,
+        when=lambda environ: "LOCAL_RANK" not in environ,
+        covers=("thd", "bare"),
+        docs="https://www.alibabacloud.com/help/en/pai/user-guide/built-in-environment-variables-of-dlc",
+    ),
+    Launcher(
+        name="deepspeed",
+        title="DeepSpeed's launcher",
+        level="process",
+        marks=("CROSS_RANK", "CROSS_SIZE"),
+        marks_seen=2,
+        fields=_PROCESS
+        | {"local_world_size": "LOCAL_SIZE", "node_rank": "CROSS_RANK", "nnodes": "CROSS_SIZE"}
+        | {"master_addr": "MASTER_ADDR"},
+        when=lambda environ: "LOCAL_RANK" in environ,
+        docs="https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/launcher/launch.py",
+    ),
+    Launcher(
+        name="azureml",
+        title="Azure Machine Learning",
+        level="process",
+        marks=("AZUREML_RUN_ID",),
+        marks_seen=1,
+        fields=_PROCESS | {"master_addr": "MASTER_ADDR"},
+        optional={"node_rank": "NODE_RANK"},
+        when=lambda environ: "LOCAL_RANK" in environ and "RANK" in environ,
+        docs="https://learn.microsoft.com/en-us/azure/machine-learning/how-to-train-distributed-gpu",
+        example=lambda world: {"AZUREML_RUN_ID": "simulated"},
+    ),
+    Launcher(
+        name="composer",
+        title="Composer, Ray Train",
+        level="process",
+        marks=("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
+        marks_seen=4,
+        fields=_PROCESS
+        | {"local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR"},
+        docs="https://github.com/mosaicml/composer/blob/main/composer/cli/launcher.py",
     ),
     Launcher(
         name="thd",
         title="THD style: MASTER_ADDR=host:port",
         level="process",
-        marks=("RANK", "WORLD_SIZE"),  # as "bare", told apart by the form of MASTER_ADDR (see resolve)
+        marks=("RANK", "WORLD_SIZE"),
         marks_seen=1,
         fields={"rank": "RANK", "world_size": "WORLD_SIZE"},
         optional={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE", "master_addr": "MASTER_ADDR"},
+        when=_is_thd,
         docs="https://pytorch.org/docs/2.5/distributed.html#environment-variable-initialization",
     ),
     Launcher(
@@ -142,8 +384,8 @@ LAUNCHERS = (
         marks=("RANK", "WORLD_SIZE"),
         marks_seen=1,
         fields={"rank": "RANK", "world_size": "WORLD_SIZE", "master_addr": "MASTER_ADDR"},
-        optional={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
-        | {"node_rank": "NODE_RANK", "nnodes": "NNODES"},
+        optional={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"},
+        when=lambda environ: not _is_thd(environ),
         docs="https://pytorch.org/docs/2.5/distributed.html#environment-variable-initialization",
     ),
     Launcher(

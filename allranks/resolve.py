@@ -9,6 +9,7 @@ from allranks.launchers import BY_NAME, LAUNCHERS, Launcher
 
 DEFAULT_PORT = 29500
 THIS_HOST = "127.0.0.1"
+NODE, PROCESS = ("node_rank", "nnodes"), ("rank", "world_size")
 
 
 class World(NamedTuple):
@@ -43,12 +44,11 @@ def resolve(environ: Mapping[str, str], argv: Sequence[str] = (), needs_master: 
     known: dict[str, int | str] = {}
     sources: dict[str, str] = {}
     for field, variable in (row.fields | row.optional).items():
-        as_many_as_there_are = field == "local_world_size" and environ.get(variable) in ("auto", "gpu", "cpu")
-        if variable in environ and field not in ("master_addr", "master_port") and not as_many_as_there_are:
-            known[field], sources[field] = (
-                _number(environ, variable, 1 if "size" in field or field == "nnodes" else 0),
-                variable,
-            )
+        if variable in environ and field not in ("master_addr", "master_port"):
+            text = _read(row, field, environ)
+            if text is not None:
+                least = 1 if "size" in field or field == "nnodes" else 0
+                known[field], sources[field] = _number({variable: text}, variable, least), variable
     if row.level == "process" and "local_rank" not in known:
         _read_local_rank(argv, known, sources)
     if row.level == "node" and "NPROC_PER_NODE" in environ:
@@ -71,7 +71,7 @@ def overlooked(world: World, environ: Mapping[str, str]) -> str | None:
             return (
                 f"{row.title} has {size}={environ[size]} nodes, but {world.launcher} was started with {world.nnodes}: "
                 f"if one job over all of them is meant, start it with --nnodes=${size} --node-rank=${index} "
-                f"--master-addr=${row.fields['master_addr']}"
+                f"--master-addr={'HOST' if 'master_addr' in row.read else '$' + row.fields['master_addr']}"
             )
     return None
 
@@ -82,48 +82,53 @@ def _choose(environ: Mapping[str, str]) -> Launcher:
         if named not in BY_NAME:
             raise InvalidVariable(f"ALLRANKS_LAUNCHER={named!r}", f"one of {', '.join(BY_NAME)}", "correct or unset it")
         return BY_NAME[named]
-    seen = [row for row in LAUNCHERS if _recognised(row, environ)]
-    if "LOCAL_RANK" not in environ:
-        covered = {name for row in seen for name in row.covers}
-        seen = [row for row in seen if row.name not in covered]
-    outer = [row for row in seen if row.level == "node" and row.marks]
-    ranked = [row for row in seen if row.level == "process"]
-    if ranked and (not outer or ranked[0].name not in ("thd", "bare") or "LOCAL_RANK" in environ):
-        return ranked[0]  # only what started this very process can have given it a local rank
-    if not outer:
-        return seen[0]
-    for other in (outer + ranked)[1:]:
-        _agree(outer[0], other, environ)
-    return outer[0]
-
-
-def _recognised(row: Launcher, environ: Mapping[str, str]) -> bool:
-    """Whether enough of its variables are there; pods, THD and bare share theirs, and one of the three has them."""
-    enough = sum(mark in environ for mark in row.marks) >= row.marks_seen
-    if row.name == "pods":  # with a local rank RANK counts processes: something has started them already
-        return enough and "LOCAL_RANK" not in environ
-    if row.name in ("thd", "bare"):
-        return enough and (row.name == "thd") == _is_thd(environ)
-    return enough
-
-
-def _is_thd(environ: Mapping[str, str]) -> bool:
-    """MASTER_ADDR=host:port on the workers; a port and no address on rank 0."""
-    if "MASTER_ADDR" in environ:
-        return environ["MASTER_ADDR"].count(":") == 1
-    return environ.get("RANK") == "0" and "MASTER_PORT" in environ
+    seen = [
+        row for row in LAUNCHERS if sum(map(environ.__contains__, row.marks)) >= row.marks_seen and row.when(environ)
+    ]
+    for row in seen:
+        if row.certain:
+            return row
+    if "LOCAL_RANK" in environ:  # only what has started this very process can have given it a local rank
+        for row in seen:
+            if (row.fields | row.optional).get("local_rank") == "LOCAL_RANK":
+                return row
+    covered = {name for row in seen for name in row.covers}
+    first, *others = [row for row in seen if row.name not in covered]
+    for other in others:
+        if other.marks:
+            _agree(first, other, environ)
+    return first
 
 
 def _agree(row: Launcher, other: Launcher, environ: Mapping[str, str]) -> None:
     """Two launchers that are visible at once must say the same of this process."""
-    for field, process_field in (("node_rank", "rank"), ("nnodes", "world_size")):
-        mine, theirs = row.fields[field], other.fields.get(field) or other.fields[process_field]
+    for mine, theirs in zip(_place(row), _place(other), strict=True):
         if mine in environ and theirs in environ and environ[mine] != environ[theirs]:
             raise LauncherConflict(
                 f"{row.title} says {mine}={environ[mine]} and {other.title} says {theirs}={environ[theirs]}",
                 "one launcher, or two that agree",
                 f"unset the variables of one, or set ALLRANKS_LAUNCHER={row.name} or ={other.name}",
             )
+
+
+def _place(row: Launcher) -> tuple[str, str]:
+    """The variables that say which one of how many this process is."""
+    return tuple(row.fields[field] for field in (NODE if row.level == "node" else PROCESS))
+
+
+def _read(row: Launcher, field: str, environ: Mapping[str, str]) -> str | None:
+    """The text that the field's variable means, which must be there."""
+    variable = (row.fields | row.optional)[field]
+    if field not in row.read:
+        return environ[variable]
+    try:
+        return row.read[field](environ[variable], environ)
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise InvalidVariable(
+            f"{variable}={environ[variable]!r} cannot be read",
+            f"what {row.title} writes there",
+            "correct or unset it where the job is started",
+        ) from None
 
 
 def _number(environ: Mapping[str, str], variable: str, least: int, most: int | None = None) -> int:
@@ -151,7 +156,9 @@ def _read_local_rank(argv: Sequence[str], known: dict, sources: dict) -> None:
 
 def _require(row: Launcher, environ: Mapping[str, str], known: dict, needs_master: bool) -> None:
     needless = () if needs_master or row.name != "bare" else ("master_addr",)
-    needed = [variable for field, variable in row.fields.items() if field not in needless]
+    if "MASTER_ADDR" in environ and "master_addr" in row.read:
+        needless = ("master_addr",)
+    needed = list(dict.fromkeys(variable for field, variable in row.fields.items() if field not in needless))
     if row.host_addr:  # every variable that the address of this node is made of
         needed += [mark for mark in row.marks if mark not in needed]
     if row.name == "thd" and known.get("rank") != 0:
@@ -198,20 +205,27 @@ def _check_ranges(known: dict, sources: dict) -> None:
 
 
 def _read_master(row: Launcher, environ: Mapping[str, str], known: dict, sources: dict) -> None:
-    variable = (row.fields | row.optional).get("master_addr")
+    variable = (row.fields | row.optional).get("master_addr", "")
+    if "master_addr" in row.read and "MASTER_ADDR" in environ:
+        variable = "MASTER_ADDR"
     ignored = row.name == "thd" and known["rank"] == 0  # it is the master, whatever it is told
     address, port = None, None
-    if variable and variable in environ and not ignored:
-        address, port = split_address(environ[variable], variable)
+    if variable in environ and not ignored:
+        text = environ[variable] if variable == "MASTER_ADDR" else _read(row, "master_addr", environ)
+        address, port = split_address(text, variable)
     elif not ignored and not (row.meets and known["world_size"] > 1):
         address, variable = THIS_HOST, "default"
     if address is not None:
         known["master_addr"], sources["master_addr"] = address, variable
-    given = [name for name in (row.optional.get("master_port", ""), "MASTER_PORT") if name in environ]
+    ports = [(row.fields | row.optional).get("master_port", ""), "MASTER_PORT"]
+    if "master_port" in row.read:
+        ports.reverse()
+    given = [name for name in ports if name in environ]
     if port is not None:
         known["master_port"], sources["master_port"] = port, variable
     elif given:
-        known["master_port"], sources["master_port"] = _number(environ, given[0], 1, 65535), given[0]
+        text = environ[given[0]] if given[0] == "MASTER_PORT" else _read(row, "master_port", environ)
+        known["master_port"], sources["master_port"] = _number({given[0]: text}, given[0], 1, 65535), given[0]
     else:
         sources["master_port"] = "default"
     # torchrun has met its nodes at this address already; a simulated cluster lives on one host

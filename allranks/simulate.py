@@ -8,6 +8,7 @@ import time
 
 from allranks.launchers import BY_NAME, LAUNCHERS, Launcher
 from allranks.network import free_port, say
+from allranks.resolve import World
 
 POLL = 0.05  # seconds between two looks at the processes
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
@@ -29,8 +30,10 @@ def environments(row: Launcher, nnodes: int, nproc_per_node: int) -> list[dict[s
                 "master_addr": "localhost",
                 "master_port": port,
             }
-            worn = {"MASTER_PORT": port, **row.example}
-            worn |= {name: str(values[field]) for field, name in (row.fields | row.optional).items() if field in values}
+            worn = {name: str(values[field]) for field, name in (row.fields | row.optional).items() if field in values}
+            worn |= row.example(values) | {"MASTER_PORT": port}
+            if "master_addr" in row.read:  # its hosts are not there: MASTER_ADDR goes before them
+                worn["MASTER_ADDR"] = "localhost"
             if row.level == "node":
                 worn["NPROC_PER_NODE"] = str(nproc_per_node)
             if row.name == "thd":
@@ -87,5 +90,11 @@ def launcher_variables() -> set[str]:
     names = {"ALLRANKS_LAUNCHER", "MASTER_PORT", "NPROC_PER_NODE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     names |= {name for name in os.environ if name.startswith("TORCHELASTIC_")}
     for row in LAUNCHERS:
-        names |= {*row.marks, *row.fields.values(), *row.optional.values(), *(row.host_addr or ())[:1]}
+        names |= {
+            *row.example(dict.fromkeys(World._fields, 0)),
+            *row.marks,
+            *row.fields.values(),
+            *row.optional.values(),
+            *(row.host_addr or ())[:1],
+        }
     return names

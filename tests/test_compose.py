@@ -68,22 +68,43 @@ def test_three_nodes_with_the_variables_of_thd(engine, script):
     assert [(rank["rank"], rank["world_size"]) for rank in ranks] == [(str(i), "3") for i in range(3)]
 
 
+def submit(file, **environ):
+    """Bring up a cluster whose node-0 submits a job and ends with it; return the job's `done` lines."""
+    try:
+        done = compose("-f", file, "up", "--no-color", "--exit-code-from", "node-0", **environ)
+        return done_lines("\n".join(line.partition("| ")[2] for line in done.stdout.splitlines()))
+    finally:
+        compose("-f", file, "down", "-v", "-t", "2")
+
+
 @pytest.mark.parametrize("mpirun", ["mpirun -hosts", "mpirun.openmpi --host"], ids=["MPICH", "Open MPI"])
 def test_mpirun_over_ssh_as_the_guide_has_it(engine, mpirun):
-    command = f"{mpirun} node0,node1,node2 -n 3 python ~jim/project/training.py"
-    try:
-        done = compose("-f", "compose/mpi.yml", "up", "--no-color", "--exit-code-from", "node-0", MPIRUN=command)
-        lines = [line.partition("| ")[2] for line in done.stdout.splitlines()]
-        assert [(rank["rank"], rank["calls"]) for rank in done_lines("\n".join(lines))] == [
-            ("0", "10"),
-            ("1", "10"),
-            ("2", "10"),
-        ]
-    finally:
-        compose("-f", "compose/mpi.yml", "down", "-v", "-t", "2")
+    ranks = submit("compose/mpi.yml", MPIRUN=f"{mpirun} node0,node1,node2 -n 3 python ~jim/project/training.py")
+    assert [(rank["rank"], rank["calls"]) for rank in ranks] == [("0", "10"), ("1", "10"), ("2", "10")]
 
 
-@pytest.mark.parametrize(("file", "nodes"), [("docker-compose", 2), ("pods", 2), ("ddp", 2), ("thd", 3), ("mpi", 3)])
+@pytest.mark.parametrize(
+    ("command", "world_size"),
+    [
+        ("srun -N2 --ntasks-per-node=1 python start.py", 2),
+        ("NPROC_PER_NODE=2 srun -N2 --ntasks-per-node=1 python start.py", 4),
+        ("srun -N2 --ntasks-per-node=2 python -m allranks run example.py", 4),
+        ("srun -N2 --ntasks-per-node=1 --mpi=pmi2 ./serve.sh", 4),
+        ("sbatch --wait -N2 --ntasks-per-node=2 -o /tmp/log --wrap 'srun python start.py'; cat /tmp/log", 4),
+        ("salloc -N2 srun --ntasks-per-node=1 python start.py", 2),
+    ],
+    ids=["a task per node", "forked ranks", "a task per rank", "serve.sh", "sbatch", "salloc"],
+)
+def test_slurm(engine, command, world_size):
+    ranks = submit("compose/slurm.yml", SLURM=command)
+    assert [(rank["rank"], rank["world_size"]) for rank in ranks] == [
+        (str(i), str(world_size)) for i in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "nodes"), [("docker-compose", 2), ("pods", 2), ("ddp", 2), ("thd", 3), ("mpi", 3), ("slurm", 2)]
+)
 def test_a_gpu_host_gives_every_node_its_gpu(engine, file, nodes):
     files = ["-f", f"compose/{file}.yml", "-f", "compose/gpu.yml"] + ["--profile=node-2"] * (nodes == 3)
     services = json.loads(compose(*files, "config", "--format", "json").stdout)["services"]

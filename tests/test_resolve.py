@@ -1,12 +1,14 @@
 """Environment in, World or error out: one row per case."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from allranks import resolve
+from allranks import AllranksError, resolve
 from allranks.errors import InvalidVariable, LauncherConflict, MasterIsLoopback, MissingVariable
-from allranks.launchers import LAUNCHERS
+from allranks.launchers import BY_NAME, LAUNCHERS, slurm_first_host
 from allranks.resolve import split_address
-from allranks.simulate import environments
+from allranks.simulate import environments, launcher_variables
 
 SUFFIX = "test-service.demo-project.svc.cluster.local"
 SING = {
@@ -54,6 +56,53 @@ PET = {
 }
 # what Kubeflow's PyTorchJob adds: WORLD_SIZE counts processes there, RANK nodes
 PYTORCHJOB = PET | {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-node-0-0.job", "MASTER_PORT": "29400"}
+# captured from Slurm 22.05: srun -N2 --ntasks-per-node=2, its last task, in its first step
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "node[0-1]",
+}
+SLURM_NODES = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+}
+# captured: the script of sbatch is no step, and SLURM_PROCID=0 in it says nothing
+SBATCH = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
+# captured: srun -N2 --mpi=pmi2 adds these
+PMI2 = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "10"}
+# from the launchers' documentation
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "LSB_MCPU_HOSTS": "batch1 1 host1 42 host2 42",
+}
+SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "8"}
+VOLCANO = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "job-master-0.job",
+    "MASTER_PORT": "23456",
+    "VC_TASK_INDEX": "0",
+}
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "MASTER_ADDR": "job-0.svc"}
+PAI_DLC = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456", "NPROC_PER_NODE": "8"}
+LOCAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
+DEEPSPEED = LOCAL | {"CROSS_RANK": "1", "CROSS_SIZE": "2", "LOCAL_SIZE": "2"}
+AZUREML = LOCAL | {"AZUREML_RUN_ID": "run", "NODE_RANK": "1"}
+COMPOSER = LOCAL | {"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
 
 
@@ -90,6 +139,36 @@ THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
         (PET | {"NPROC_PER_NODE": "2"}, {"world_size": 4}),
         (PYTORCHJOB | {"PET_STANDALONE": ""}, {"launcher": "pet", "node_rank": 1, "world_size": 8}),
         (PYTORCHJOB | {"POD_NAMESPACE": "default"}, {"launcher": "pet"}),
+        (SLURM, {"launcher": "slurm", "level": "process", "rank": 3, "world_size": 4, "local_rank": 1}),
+        (SLURM, {"local_world_size": 2, "node_rank": 1, "nnodes": 2, "master_addr": "node0", "master_port": 10001}),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}, {"local_world_size": 1}),
+        (SLURM | {"MASTER_ADDR": "given", "MASTER_PORT": "1234"}, {"master_addr": "given", "master_port": 1234}),
+        (SLURM_NODES, {"launcher": "slurm-nodes", "level": "node", "node_rank": 1, "nnodes": 2, "world_size": None}),
+        (SLURM_NODES, {"master_addr": "gpu08", "master_port": 10000 + (70123 + 1009) % 20000}),
+        (SLURM_NODES | {"NPROC_PER_NODE": "4"}, {"world_size": 8}),
+        (SLURM_NODES | PMI2, {"launcher": "slurm-nodes"}),
+        (SLURM_NODES | MPICH, {"launcher": "mpich", "rank": 3}),  # an mpirun inside the step
+        (SLURM_NODES | TORCHRUN, {"launcher": "torchrun", "rank": 3}),
+        (SLURM_NODES | LOCAL, {"launcher": "bare", "rank": 3}),  # whatever runs in the task has started this
+        (SLURM | LOCAL, {"rank": 3, "local_rank": 1}),
+        (SLURM | {"RANK": "3", "WORLD_SIZE": "4"}, {"launcher": "slurm"}),  # exported by the job's script, and right
+        (SBATCH, {"launcher": "none"}),
+        (JSRUN, {"launcher": "lsf", "rank": 3, "local_rank": 1, "master_addr": "host1"}),
+        (JSRUN | {"LSB_JOBID": "70123"}, {"master_port": 20123}),
+        (SKYPILOT, {"launcher": "skypilot", "node_rank": 1, "nnodes": 2, "master_addr": "10.0.0.1"}),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, {"world_size": 16}),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, {"world_size": None}),
+        (SAGEMAKER, {"launcher": "sagemaker", "node_rank": 1, "nnodes": 2, "world_size": 16, "master_addr": "algo-1"}),
+        (VOLCANO, {"launcher": "volcano", "level": "node", "node_rank": 1, "master_port": 23456}),
+        (VOLCANO | {"POD_NAMESPACE": "lab", "NPROC_PER_NODE": "2"}, {"launcher": "volcano", "world_size": 4}),
+        (INDEXED_JOB, {"launcher": "indexed-job", "node_rank": 1, "nnodes": 2, "master_addr": "job-0.svc"}),
+        ({"JOB_COMPLETION_INDEX": "1"}, {"launcher": "none"}),  # pods that know nothing of each other
+        (PET | {"JOB_COMPLETION_INDEX": "1"}, {"launcher": "pet"}),
+        (PAI_DLC, {"launcher": "pai-dlc", "level": "node", "node_rank": 1, "world_size": 16}),
+        (PODS | {"NPROC_PER_NODE": "4"}, {"launcher": "pods", "world_size": 8}),
+        (DEEPSPEED, {"launcher": "deepspeed", "rank": 3, "local_world_size": 2, "node_rank": 1, "nnodes": 2}),
+        (AZUREML, {"launcher": "azureml", "rank": 3, "node_rank": 1}),
+        (COMPOSER, {"launcher": "composer", "rank": 3, "local_world_size": 2, "node_rank": 1}),
         ({}, {"launcher": "none", "level": "node", "node_rank": 0, "nnodes": 1, "master_port": 29500}),
         ({"JOB_NAME": "jenkins", "POD_NAMESPACE": "ci"}, {"launcher": "none"}),
         # an inner launcher wins over what it runs in
@@ -128,18 +207,83 @@ def test_sources_name_the_variable():
     }
 
 
-NOT_NEEDED = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_NODE_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}
-NOT_NEEDED |= {"PET_MASTER_PORT", "PET_NPROC_PER_NODE"}
+EVERY_ROW = [
+    *(TORCHRUN, OPENMPI, MPICH, JSRUN, SLURM, SLURM_NODES, PET, SING, SKYPILOT, SAGEMAKER, VOLCANO, PODS),
+    *(INDEXED_JOB, PAI_DLC, DEEPSPEED, AZUREML, COMPOSER, THD, BARE),
+]
 
 
-@pytest.mark.parametrize("environ", [SING, PODS, TORCHRUN, BARE, THD, OPENMPI, MPICH, PET])
-def test_each_variable_left_out_is_named(environ):
-    row = resolve(environ).launcher
-    for variable in environ.keys() - NOT_NEEDED:
-        if row == "bare" and variable == "MASTER_PORT":
-            continue  # 29500 where nobody gives one
-        with pytest.raises(MissingVariable, match=rf"missing-variable: {variable} not set.*'{row}|bare'"):
-            resolve({name: value for name, value in environ.items() if name != variable})
+def row_name(environ):
+    return resolve(environ).launcher
+
+
+def test_every_row_has_an_example_here():
+    assert [*map(row_name, EVERY_ROW), "none"] == [row.name for row in LAUNCHERS]
+
+
+@pytest.mark.parametrize("environ", EVERY_ROW, ids=row_name)
+def test_a_variable_left_out_is_named_or_not_needed(environ):
+    row = BY_NAME[row_name(environ)]
+    for variable in environ:
+        less = {name: value for name, value in environ.items() if name != variable}
+        try:
+            world = resolve(less)
+        except AllranksError as error:
+            assert type(error) in (MissingVariable, InvalidVariable), error
+            assert variable in str(error) or (variable in row.marks and row.name not in str(error)), error
+        else:  # it was optional, or what told this launcher from another one
+            assert variable not in row.fields.values() or world.launcher != row.name
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "1000000000000", "4096"])
+@pytest.mark.parametrize("environ", EVERY_ROW, ids=row_name)
+def test_a_wrong_value_is_named_or_harmless(environ, value):
+    row = BY_NAME[row_name(environ)]
+    counts = {"rank": "world_size", "local_rank": "local_world_size", "node_rank": "nnodes"}
+    for field, variable in row.fields.items():
+        if (field.startswith("master") and value) or variable not in environ:
+            continue  # a host may have any name; a wrong port has a test of its own
+        if value == "4096" and counts.get(field) not in row.fields:
+            continue  # there may be that many
+        with pytest.raises(AllranksError) as raised:
+            resolve(environ | {variable: value, "ALLRANKS_LAUNCHER": row.name})
+        assert variable in str(raised.value) and "\n" not in str(raised.value)
+
+
+VARIABLES = sorted(launcher_variables() | {name for environ in EVERY_ROW for name in environ})
+VALUES = sorted({value for environ in EVERY_ROW for value in environ.values()})
+VALUES += ["", " ", "-1", "[", "[1", "²", "{}", "2(x9"]
+
+
+@given(
+    st.dictionaries(st.sampled_from(VARIABLES), st.sampled_from(VALUES) | st.text(), max_size=14), st.integers(0, 30)
+)
+@settings(max_examples=600, deadline=None, derandomize=True)
+def test_whatever_the_environment_there_is_a_world_or_an_error_of_ours(environ, base):
+    environ = (EVERY_ROW[base] if base < len(EVERY_ROW) else {}) | environ
+    try:
+        world = resolve(environ)
+    except AllranksError as error:
+        assert "\n" not in str(error)
+    else:
+        assert world.rank is None or 0 <= world.rank < world.world_size
+        assert world.node_rank is None or world.nnodes is None or 0 <= world.node_rank < world.nnodes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node[0-1]", "node0"),
+        ("c7", "c7"),
+        ("gpu[08-10,12]", "gpu08"),
+        ("a1,b[2-3]", "a1"),
+        ("rack[01-04]n[1,3],gpu7", "rack01n1"),
+        ("n[3,1]", "n3"),
+        ("[1-2]x", "1x"),
+    ],
+)
+def test_the_first_host_of_a_compressed_list(text, expected):
+    assert slurm_first_host(text) == expected
 
 
 @pytest.mark.parametrize(
