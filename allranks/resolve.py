@@ -76,6 +76,11 @@ def overlooked(world: World, environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def visible(environ: Mapping[str, str]) -> list[Launcher]:
+    """The rows whose marks are there, in order of precedence; not all of them need be meant."""
+    return [row for row in LAUNCHERS if sum(map(environ.__contains__, row.marks)) >= row.marks_seen]
+
+
 def _choose(environ: Mapping[str, str]) -> Launcher:
     named = environ.get("ALLRANKS_LAUNCHER")
     if named is not None:

@@ -1,6 +1,7 @@
 """python -m allranks explain, --help; and what importing allranks costs."""
 
 import json
+import re
 
 import pytest
 from conftest import python
@@ -42,6 +43,20 @@ def test_explain_json_is_one_object():
 def test_explain_for_people_names_the_variables():
     lines = python("-m", "allranks", "explain", **SING).stdout.splitlines()
     assert ["nnodes", "2", "SING_WORLD_SIZE"] in [line.split() for line in lines]
+
+
+def test_explain_says_why_what_was_ignored_the_ranks_and_torchruns_command():
+    given = SING | {"NPROC_PER_NODE": "2", "JSM_NAMESPACE_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    said = python("-m", "allranks", "explain", ALLRANKS_LAUNCHER="sing", **given).stdout
+    assert re.search(r"^launcher +sing \(SING Cloud\) +ALLRANKS_LAUNCHER$", said, re.M)
+    assert re.search(r"^seen, not meant +lsf +JSM_NAMESPACE_RANK$", said, re.M)
+    assert re.search(r"^node 1 +ranks 2 to 3  <- this one$", said, re.M)
+    assert re.search(
+        r"^torchrun +env OMP_NUM_THREADS=\d+ torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 ", said, re.M
+    )
+    said = python("-m", "allranks", "explain", **SING).stdout
+    assert re.search(r"^launcher +sing \(SING Cloud\) +SING_RANK, SING_WORLD_SIZE, ", said, re.M)
+    assert re.search(r"^level +node +its rank counts nodes$", said, re.M)
 
 
 def test_explain_says_an_error_in_one_line():

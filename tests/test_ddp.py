@@ -91,6 +91,19 @@ def test_start_meets_under_every_launcher(row):
     assert len(done_lines(done.stdout)) == nnodes * 2
 
 
+@pytest.mark.parametrize("row", LAUNCHERS, ids=lambda row: row.name)
+def test_a_script_without_our_line_trains_under_every_launcher(row):
+    nnodes = 1 if row.name == "none" else 2
+    run = [sys.executable, "-m", "allranks", "run", "example.py"]
+    done = simulate(*run, launcher=row.name, nnodes=nnodes, nproc=2)
+    assert done.returncode == 0, done.stderr
+    ranks = done_lines(done.stdout)
+    assert [(rank["rank"], rank["world_size"]) for rank in ranks] == [
+        (str(i), str(nnodes * 2)) for i in range(nnodes * 2)
+    ]
+    assert len({rank["weights"] for rank in ranks}) == 1
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "pods", "bare"])
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_start_meets_at_an_address_and_in_a_file(tmp_path, method, launcher):
