@@ -42,6 +42,9 @@ fi
 [[ -w ${TMPDIR:-/tmp} ]] || export TMPDIR=/dev/shm # torchrun does not start without a place for its files
 [[ -n ${PET_STANDALONE:-} ]] || unset PET_STANDALONE # Kubeflow sets it empty, and torchrun wants a number
 
+if [[ -n ${PET_RDZV_ENDPOINT:-} ]]; then # an elastic job: torchrun itself reads the rest
+  exec torchrun -m allranks run "$@"
+fi
 # each rank goes through allranks, too: whole lines of output, and no gloo group that hangs at its end (allranks/mend.py)
 command=$(python -m allranks run --dry-run python -m allranks run "$@")
 eval "exec $command"

@@ -205,6 +205,15 @@ def test_serve_takes_nodes_and_master_from_the_launcher(launcher):
     assert len({rank["weights"] for rank in ranks}) == 1
 
 
+def test_serve_leaves_an_elastic_job_to_torchrun():
+    endpoint = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"localhost:{free_port()}", "PET_RDZV_ID": "x"}
+    elastic = {"PET_NNODES": "2:2", "PET_NPROC_PER_NODE": "1", "PET_STANDALONE": "", **endpoint}
+    nodes, done = [start("./serve.sh", cwd=DDP, **WITH_TORCHRUN | elastic) for _ in range(2)], []
+    for node in nodes:
+        done += done_lines(node.communicate(timeout=100)[0])
+    assert sorted((rank["rank"], rank["world_size"]) for rank in done) == [("0", "2"), ("1", "2")]
+
+
 def test_serve_forwards_a_signal_and_leaves_nobody_behind(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")

@@ -40,6 +40,19 @@ time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 0)
 dist.destroy_process_group()
 """
 
+FAIL_ONCE = """
+import os, sys
+import torch, torch.distributed as dist
+import allranks
+allranks.launch()
+dist.init_process_group("gloo")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    sys.exit(3)
+dist.barrier()
+print("ended", dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.destroy_process_group()
+"""
+
 LET_GO = """
 import sys
 import torch, torch.distributed as dist
@@ -189,6 +202,15 @@ def test_the_end_of_a_gloo_group_never_hangs(script, attempt):
     # plain torch hangs in two of three such runs, and once in twenty without the switch interval: see allranks/mend.py
     done = torchrun("--nproc-per-node", "4", script(LET_GO), timeout=60)
     assert done.stdout.split() == ["ended"] * 4
+
+
+def test_ranks_that_torchrun_has_started_again(script):
+    done = python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
+        script(FAIL_ONCE),
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["ended 0 1", "ended 1 1"]
 
 
 @pytest.mark.parametrize("last_words", ["", "dist.destroy_process_group()"], ids=["left open", "destroyed"])
