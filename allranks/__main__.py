@@ -26,36 +26,10 @@ def _explain(as_json: bool) -> int:
 
         print(json.dumps(world._asdict()))
         return 0
-    from allranks.launch import torchrun_command
-    from allranks.launchers import BY_NAME
-    from allranks.resolve import visible
+    from allranks.explain import explain
 
-    row, others = (
-        BY_NAME[world.launcher],
-        [row for row in visible(os.environ) if row.name not in (world.launcher, "none")],
-    )
-    marks = [name for name in row.marks if name in os.environ]
-    why = "ALLRANKS_LAUNCHER" if "ALLRANKS_LAUNCHER" in os.environ else ", ".join(marks) or "no launcher's variables"
-    table = world._asdict() | {"launcher": f"{row.name} ({row.title})"}
-    sources = world.sources | {
-        "launcher": why,
-        "level": f"its rank counts {'nodes' if row.level == 'node' else 'processes'}",
-    }
-    for field, value in table.items():
-        if field != "sources":
-            print(f"{field:17}{'not known yet' if value is None else value!s:45} {sources.get(field, '')}".rstrip())
-    for other in others:
-        print(f"{'seen, not meant':17}{other.name:45} {', '.join(name for name in other.marks if name in os.environ)}")
-    if world.level == "node" and world.local_world_size:
-        for node in range(min(world.nnodes, 8)):
-            first = node * world.local_world_size
-            here = "  <- this one" if node == world.node_rank else ""
-            print(f"{f'node {node}':17}ranks {first} to {first + world.local_world_size - 1}{here}")
-        if world.nnodes > 8:
-            print(f"{'...':17}{world.nnodes} nodes")
-    import shlex
-
-    print(f"{'torchrun':17}{shlex.join(torchrun_command(['train.py'], None))}")
+    for line in explain(world, os.environ):
+        print(line)
     return 0
 
 

@@ -63,6 +63,12 @@ def resolve(environ: Mapping[str, str], argv: Sequence[str] = (), needs_master: 
 
 def overlooked(world: World, environ: Mapping[str, str]) -> str | None:
     """One line where a platform around this launcher speaks of another number of nodes, else None."""
+    allocated = environ.get("SLURM_NNODES", "")
+    if world.launcher == "none" and allocated.isdecimal() and int(allocated) > 1:
+        return (
+            f"Slurm has given this job {allocated} nodes (SLURM_NNODES), but this process is not one of srun's tasks "
+            "and trains alone: start it with srun --ntasks-per-node=1"
+        )
     own = BY_NAME[world.launcher].fields.values()
     for row in LAUNCHERS:
         size, index = row.fields.get("nnodes", ""), row.fields.get("node_rank", "")

@@ -2,6 +2,8 @@
 ARG DDP=pytorch-ddp
 # hadolint ignore=DL3006
 FROM ${DDP}
+# munged and slurmd change to other users
+# hadolint ignore=DL3002
 USER 0
 # hadolint ignore=DL3008
 RUN apt-get update \

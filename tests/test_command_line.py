@@ -59,6 +59,13 @@ def test_explain_says_why_what_was_ignored_the_ranks_and_torchruns_command():
     assert re.search(r"^level +node +its rank counts nodes$", said, re.M)
 
 
+def test_a_script_of_sbatch_that_forgot_srun_is_told():
+    said = python("-m", "allranks", "explain", SLURM_JOB_ID="1", SLURM_NNODES="2", SLURM_PROCID="0").stdout
+    assert re.search(
+        r"^warning +Slurm has given this job 2 nodes .* start it with srun --ntasks-per-node=1$", said, re.M
+    )
+
+
 def test_explain_says_an_error_in_one_line():
     done = python("-m", "allranks", "explain", "--json", **SING | {"SING_RANK": "2"})
     assert (done.returncode, done.stdout) == (66, "")
