@@ -1,4 +1,4 @@
-"""What `python -m allranks explain` tells a person: the launcher, why, what else was seen, the ranks, torchrun's line."""
+"""What `python -m allranks explain` tells a person: the launcher, why, what else was seen, the ranks, torchrun."""
 
 import shlex
 from collections.abc import Iterator, Mapping
