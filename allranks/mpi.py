@@ -13,7 +13,10 @@ def find_master(world: World, environ: Mapping[str, str]) -> World:
     """Fill in master_addr, and with MPICH a port that is free on rank 0's host. Raises MissingVariable."""
     if world.launcher == "openmpi":
         return world._replace(master_addr=_open_mpi(world, environ))
-    host, port = _mpich(world, environ).rsplit(":", 1)
+    try:
+        host, port = _mpich(world, environ).rsplit(":", 1)
+    except (OSError, KeyError):  # no socket any more, or one that speaks otherwise
+        raise _missing("its process manager does not answer on PMI_FD", "-genv") from None
     return world._replace(master_addr=host, master_port=int(port))
 
 

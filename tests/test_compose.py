@@ -77,10 +77,19 @@ def submit(file, **environ):
         compose("-f", file, "down", "-v", "-t", "2")
 
 
-@pytest.mark.parametrize("mpirun", ["mpirun -hosts", "mpirun.openmpi --host"], ids=["MPICH", "Open MPI"])
+MPIRUN = pytest.mark.parametrize("mpirun", ["mpirun -hosts", "mpirun.openmpi --host"], ids=["MPICH", "Open MPI"])
+
+
+@MPIRUN
 def test_mpirun_over_ssh_as_the_guide_has_it(engine, mpirun):
     ranks = submit("compose/mpi.yml", MPIRUN=f"{mpirun} node0,node1,node2 -n 3 python ~jim/project/training.py")
     assert [(rank["rank"], rank["calls"]) for rank in ranks] == [("0", "10"), ("1", "10"), ("2", "10")]
+
+
+@MPIRUN
+def test_mpirun_starts_a_strangers_script(engine, mpirun):
+    ranks = submit("compose/mpi.yml", MPIRUN=f"{mpirun} node0,node1 -n 2 python -m allranks run /opt/ddp/example.py")
+    assert [rank["rank"] for rank in ranks] == ["0", "1"] and ranks[0]["weights"] == ranks[1]["weights"]
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,7 @@ def test_an_interpreter_ends_while_a_gloo_thread_still_has_a_tensor_to_free(scri
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://203.0.113.1,203.0.113.2:41043"},
             r"rank 0 is on \S+, not where mpirun was started \(203.0.113.1, 203.0.113.2\).*-x MASTER_ADDR=HOST",
         ),
+        ({"PMI_RANK": "0", "PMI_FD": "99"}, "its process manager does not answer on PMI_FD.*-genv MASTER_ADDR HOST"),
         ({"PMI_RANK": "0"}, "its process manager offers no PMI_FD.*-genv MASTER_ADDR HOST"),
     ],
 )

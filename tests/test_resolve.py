@@ -39,6 +39,7 @@ TORCHRUN = {
 }
 BARE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
 THD = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "node0:29500"}
+# captured from Open MPI 4.1.4 and MPICH 4.0.2
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",

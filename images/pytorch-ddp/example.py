@@ -54,9 +54,9 @@ def main():
         sys.exit(f"example.py: the ranks ended with different weights: {everyone}")
     if not losses[-1] < losses[0]:
         sys.exit(f"example.py: rank {rank}: the loss did not fall: {losses[0]:.4f} -> {losses[-1]:.4f}")
-    print(
+    sys.stdout.write(  # in one piece: under torchrun print() writes a line's end by itself, and two ranks' lines mix
         f"done rank={rank} world_size={world_size} device={device} "
-        f"loss={losses[0]:.4f}->{losses[-1]:.4f} weights={weights}"
+        f"loss={losses[0]:.4f}->{losses[-1]:.4f} weights={weights}\n"
     )
     if backend == "nccl":  # gloo's group ends with the process: torch 2.5 can hang when it is destroyed
         dist.destroy_process_group()
