@@ -117,7 +117,7 @@ def _not_slurms(environ: Environ) -> bool:
 
 
 def _host_index(text: str, environ: Environ) -> str:
-    return str(json.loads(environ["SM_HOSTS"]).index(text))
+    return str(list(json.loads(environ["SM_HOSTS"])).index(text))
 
 
 def _lsf_first_host(text: str, environ: Environ) -> str:

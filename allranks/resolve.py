@@ -93,9 +93,7 @@ def _choose(environ: Mapping[str, str]) -> Launcher:
         if named not in BY_NAME:
             raise InvalidVariable(f"ALLRANKS_LAUNCHER={named!r}", f"one of {', '.join(BY_NAME)}", "correct or unset it")
         return BY_NAME[named]
-    seen = [
-        row for row in LAUNCHERS if sum(map(environ.__contains__, row.marks)) >= row.marks_seen and row.when(environ)
-    ]
+    seen = [row for row in visible(environ) if row.when(environ)]
     for row in seen:
         if row.certain:
             return row
@@ -113,8 +111,8 @@ def _choose(environ: Mapping[str, str]) -> Launcher:
 
 def _agree(row: Launcher, other: Launcher, environ: Mapping[str, str]) -> None:
     """Two launchers that are visible at once must say the same of this process."""
-    for mine, theirs in zip(_place(row), _place(other), strict=True):
-        if mine in environ and theirs in environ and environ[mine] != environ[theirs]:
+    for (mine, my_text), (theirs, their_text) in zip(_place(row, environ), _place(other, environ), strict=True):
+        if None not in (my_text, their_text) and my_text != their_text:
             raise LauncherConflict(
                 f"{row.title} says {mine}={environ[mine]} and {other.title} says {theirs}={environ[theirs]}",
                 "one launcher, or two that agree",
@@ -122,9 +120,10 @@ def _agree(row: Launcher, other: Launcher, environ: Mapping[str, str]) -> None:
             )
 
 
-def _place(row: Launcher) -> tuple[str, str]:
-    """The variables that say which one of how many this process is."""
-    return tuple(row.fields[field] for field in (NODE if row.level == "node" else PROCESS))
+def _place(row: Launcher, environ: Mapping[str, str]) -> list[tuple[str, str | None]]:
+    """The variables that say which one of how many this process is, and what they mean, None where they do not tell."""
+    variables = [(row.fields[field], field) for field in (NODE if row.level == "node" else PROCESS)]
+    return [(variable, _read(row, field, environ) if variable in environ else None) for variable, field in variables]
 
 
 def _read(row: Launcher, field: str, environ: Mapping[str, str]) -> str | None:

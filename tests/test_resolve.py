@@ -160,6 +160,7 @@ THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, {"world_size": 16}),
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, {"world_size": None}),
         (SAGEMAKER, {"launcher": "sagemaker", "node_rank": 1, "nnodes": 2, "world_size": 16, "master_addr": "algo-1"}),
+        (SAGEMAKER | {"RANK": "1", "WORLD_SIZE": "2"}, {"launcher": "sagemaker"}),
         (VOLCANO, {"launcher": "volcano", "level": "node", "node_rank": 1, "master_port": 23456}),
         (VOLCANO | {"POD_NAMESPACE": "lab", "NPROC_PER_NODE": "2"}, {"launcher": "volcano", "world_size": 4}),
         (INDEXED_JOB, {"launcher": "indexed-job", "node_rank": 1, "nnodes": 2, "master_addr": "job-0.svc"}),
