@@ -4,6 +4,7 @@ One row per launcher, in order of precedence: see `resolve` for what happens whe
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -70,22 +71,10 @@ def _first_line(text: str, environ: Environ) -> str:
 
 def slurm_first_host(text: str, environ: Environ = NOTHING) -> str:
     """`rack[01-04]n[1,3],gpu7` -> `rack01n1`: the host of task 0."""
-    host, depth = "", 0
-    for character in text:
-        if character == "," and depth == 0:
-            break
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if depth == 0 and character != "]":
-            host += character
-        elif character == "[":
-            first = True
-        elif character in ",-":
-            first = False
-        elif depth and first:
-            host += character
-    if depth or not host:
+    first = re.match(r"(?:[^\[\],]|\[[^\[\]]+\])+", text)
+    if not first or text[first.end() : first.end() + 1] not in ("", ","):
         raise ValueError(text)
-    return host
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 
 def slurm_tasks_here(text: str, environ: Environ) -> str | None:
