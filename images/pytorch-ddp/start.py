@@ -11,7 +11,7 @@ Shows for each call what went in and what came out, on every rank, after it was 
 
     done rank=0 world_size=2 backend=gloo calls=10
 
-Takes 4 s with 2 ranks on 2 CPU cores, nearly all of it imports; the bench 20 s.
+Takes 2 s with 2 ranks on 2 CPU cores, nearly all of it imports; the bench 13 s.
 """
 
 import argparse
