@@ -4,14 +4,18 @@ import os
 import sys
 from collections.abc import Callable
 
-from allranks import machine
-from allranks.agent import may_fork, supervise
+from allranks import handshake, interfaces, last_words, machine
+from allranks.agent import HUB, may_fork, rank_name, supervise, watch_from_environ
 from allranks.errors import AllranksError, CannotStart, InvalidVariable, MissingVariable
 from allranks.launchers import BY_NAME
 from allranks.mend import mend
 from allranks.mpi import find_master
-from allranks.network import check_port_free, free_port, own_name, say, wait_for_master
+from allranks.network import check_port_free, free_port, own_name, say
 from allranks.resolve import World, overlooked, resolve
+from allranks.watch import Hub
+
+_world: World | None = None
+_met: handshake.Met | None = None  # with the store that all ranks' init_process_group() joins
 
 
 def launch(nproc_per_node: int | None = None, *, fork: bool = True, meet: bool = True) -> World:
@@ -26,7 +30,7 @@ def launch(nproc_per_node: int | None = None, *, fork: bool = True, meet: bool =
     wait for the other nodes (600). An error is one line on standard error and the exit status of its class.
     """
     try:
-        return _launch(nproc_per_node, fork, meet=meet)
+        return _world or _launch(nproc_per_node, fork, meet=meet)
     except AllranksError as error:
         say(str(error))
         sys.exit(error.status)
@@ -105,31 +109,32 @@ def _launch(
         alone = {"rank": world.node_rank, "world_size": world.nnodes, "local_rank": 0, "local_world_size": 1}
         return _enter(world._replace(**alone), meet)
     script = script or _find_script()
-    world = _meet(world, is_master=world.node_rank == 0, alone=world.nnodes == 1)
+    world, hub, own_hub = _meet_nodes(world, nproc)
     _set_omp_threads(nproc)
-    supervise(world, nproc, script if fork and may_fork() else None, _rendezvous_timeout())
+    supervise(world, nproc, script if fork and may_fork() else None, _rendezvous_timeout(), hub, own_hub)
     raise AssertionError("the parent of the ranks never returns")
 
 
 def _enter(world: World, meet: bool) -> World:
-    """This process is a rank: see the way to the master, then make the environment torchrun's."""
-    nproc = world.local_world_size or 1  # a rank that is not told of others is alone on its host
+    """This process is a rank: meet the others, then make the environment torchrun's."""
+    global _world
+    if _is_started_by_us():
+        watch_from_environ()
+    elif meet:
+        world = _meet_ranks(world)
     if world.local_rank is None and (gpus := machine.gpu_count()) > 1:
         raise MissingVariable(
             f"LOCAL_RANK not set, and this process sees {gpus} GPUs",
             "to be told which of them is this rank's own",
             "set LOCAL_RANK (0 for the first rank on each host), or show each process its own GPU alone",
         )
+    nproc = world.local_world_size or 1  # a rank that is not told of others is alone on its host
     world = world._replace(
         local_rank=world.local_rank or 0,
         local_world_size=nproc,
         node_rank=world.rank // nproc if world.node_rank is None else world.node_rank,
         nnodes=world.nnodes or -(-world.world_size // nproc),
     )
-    if meet:
-        if world.master_addr is None and BY_NAME[world.launcher].meets:
-            world = find_master(world, os.environ)
-        world = _meet(world, is_master=world.rank == 0, alone=world.world_size == 1)
     world = world._replace(master_addr=world.master_addr or own_name())
     fixed = {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "allranks", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     fixed |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -149,20 +154,63 @@ def _enter(world: World, meet: bool) -> World:
     )
     _set_omp_threads(world.local_world_size)
     mend()
+    _world = world
     return world
 
 
-def _meet(world: World, is_master: bool, alone: bool) -> World:
-    """Make sure that the master can be reached, or that its port is ours to open; fill in what was not given."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return world  # torchrun's own store is up already
-    if alone and world.sources["master_port"] == "default":
-        return world._replace(master_port=free_port())  # nobody else has to know it: two jobs may share a host
-    if is_master:
+def _is_started_by_us() -> bool:
+    """Whether this rank's node has met the others already."""
+    return os.environ.get("ALLRANKS_PARENT") == str(os.getppid()) and HUB in os.environ
+
+
+def _meet_nodes(world: World, nproc: int) -> tuple[World, tuple, Hub | None]:
+    """Meet the parents of the other nodes' ranks; return the world, and the hub of the watch."""
+    if world.nnodes == 1:
+        if world.sources["master_port"] == "default":
+            world = world._replace(master_port=free_port())  # nobody else has to know it: two jobs may share a host
+        check_port_free(world.master_port)
+        interfaces.choose(None, os.environ)
+        token = os.urandom(8).hex()
+        hub = Hub().watch(token)
+        return world, ("127.0.0.1", hub.port, token), hub
+    met = _shake_hands(world, nproc)
+    return world, met.hub, met.own_hub
+
+
+def _meet_ranks(world: World) -> World:
+    """Meet the other ranks, and keep watch with them; fill in what was not given."""
+    if world.world_size == 1:
+        if world.sources["master_port"] == "default":
+            return world._replace(master_port=free_port())
         check_port_free(world.master_port)
         return world
-    wait_for_master(world.master_addr, world.master_port, _rendezvous_timeout())
+    if world.master_addr is None and BY_NAME[world.launcher].meets:
+        world = find_master(world, os.environ)
+    met = _shake_hands(world, 1)
+    if world.local_rank is None:  # nobody else has told; they are numbered on each host in the order of their ranks
+        local_rank, local_world_size = met.local
+        world = world._replace(
+            local_rank=local_rank, local_world_size=local_world_size, node_rank=met.place, nnodes=len(met.hosts)
+        )
+    who = {"rank": world.rank, "world_size": world.world_size}
+    who["name"] = rank_name(world.rank, world.world_size, world.local_rank)
+    last_words.keep_watch(met.hub, who, met.own_hub)
     return world
+
+
+def _shake_hands(world: World, nproc: int) -> handshake.Met:
+    """Meet all others; then take the interface on the way to them."""
+    hosted_by_us = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if hosted_by_us and (world.node_rank if world.level == "node" else world.rank) == 0:
+        check_port_free(world.master_port)
+    global _met
+    _met = met = handshake.meet(world, nproc, _rendezvous_timeout())
+    chosen, mended = interfaces.choose(met.peer, os.environ)
+    if mended and met.local[0] == 0:
+        say(f"warning: {chosen}")
+    elif "ALLRANKS_DEBUG" in os.environ:
+        say(chosen)
+    return met
 
 
 def _find_script() -> Callable[[], object]:

@@ -31,6 +31,7 @@ class Launcher(NamedTuple):
     certain:    it has started this very process: nothing that is visible, too, can be meant
     covers:     rows that its variables look like, and that are not meant where it is recognised
     meets:      its ranks find their master by the launcher's own means (`mpi.find_master`) where MASTER_ADDR is not set
+    job:        the variable that tells one job from another
     host_addr:  (variable, template): the address of this node, which the guides let scripts rely on
     example:    World's fields -> the variables besides fields and optional that `simulate` wears
     """
@@ -48,6 +49,7 @@ class Launcher(NamedTuple):
     certain: bool = False
     covers: tuple[str, ...] = ()
     meets: bool = False
+    job: str = ""
     host_addr: tuple[str, str] | None = None
     example: Callable[[dict], Mapping[str, str]] = lambda world: NOTHING
 
@@ -138,6 +140,7 @@ LAUNCHERS = (
         | {"local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "GROUP_RANK", "nnodes": "GROUP_WORLD_SIZE"}
         | {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"},
         certain=True,
+        job="TORCHELASTIC_RUN_ID",
         docs="https://pytorch.org/docs/2.5/elastic/run.html#environment-variables",
         example=lambda world: {"TORCHELASTIC_RUN_ID": "simulated"},
     ),
@@ -153,6 +156,7 @@ LAUNCHERS = (
         optional={"master_addr": "MASTER_ADDR"},
         certain=True,
         meets=True,
+        job="PMIX_NAMESPACE",
         docs="https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html",
     ),
     Launcher(
@@ -178,6 +182,7 @@ LAUNCHERS = (
         | {"local_rank": "JSM_NAMESPACE_LOCAL_RANK", "master_addr": "LSB_MCPU_HOSTS"},
         optional={"local_world_size": "JSM_NAMESPACE_LOCAL_SIZE", "master_port": "LSB_JOBID"},
         read={"master_addr": _lsf_first_host, "master_port": lambda text, environ: str(10_000 + int(text) % 20_000)},
+        job="LSB_JOBID",
         docs="https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=jsm-environment-variables",
         example=lambda world: {"LSB_MCPU_HOSTS": "batch1 1 host1 42 host2 42", "LSB_JOBID": "4711"},
     ),
@@ -194,6 +199,7 @@ LAUNCHERS = (
         | _SLURM,
         read={"local_world_size": slurm_tasks_here, "master_addr": slurm_first_host, "master_port": _slurm_port},
         when=lambda environ: not _one_task_per_node(environ),
+        job="SLURM_JOB_ID",
         docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
         example=lambda world: (
             _SLURM_EXAMPLE | {"SLURM_STEP_TASKS_PER_NODE": f"{world['local_world_size']}(x{world['nnodes']})"}
@@ -208,6 +214,7 @@ LAUNCHERS = (
         fields={"node_rank": "SLURM_NODEID", "nnodes": "SLURM_STEP_NUM_NODES"} | _SLURM,
         read={"master_addr": slurm_first_host, "master_port": _slurm_port},
         when=_one_task_per_node,
+        job="SLURM_JOB_ID",
         docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
         example=lambda world: (
             _SLURM_EXAMPLE | {"SLURM_PROCID": str(world["node_rank"]), "SLURM_STEP_NUM_TASKS": str(world["nnodes"])}
@@ -235,6 +242,7 @@ LAUNCHERS = (
         marks_seen=1,
         fields={"node_rank": "SING_RANK", "nnodes": "SING_WORLD_SIZE", "master_addr": "SING_MASTER_ADDR"},
         host_addr=("SING_HOST_ADDR", "{SING_JOB_NAME}-{SING_RANK}.{SING_HOSTNAME_SUFFIX}"),
+        job="SING_JOB_NAME",
         docs="images/pytorch-dist-mnist/README.md",
         example=lambda world: {
             "SING_JOB_NAME": "test",
@@ -250,6 +258,7 @@ LAUNCHERS = (
         fields={"node_rank": "SKYPILOT_NODE_RANK", "nnodes": "SKYPILOT_NUM_NODES", "master_addr": "SKYPILOT_NODE_IPS"},
         optional={"local_world_size": "SKYPILOT_NUM_GPUS_PER_NODE"},
         read={"master_addr": _first_line, "local_world_size": _some},
+        job="SKYPILOT_TASK_ID",
         docs="https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html",
         example=lambda world: {"SKYPILOT_NODE_IPS": "203.0.113.1\n203.0.113.2"},
     ),
@@ -297,6 +306,7 @@ LAUNCHERS = (
         when=lambda environ: "LOCAL_RANK" not in environ,  # with one RANK counts processes, which are started already
         covers=("pai-dlc", "thd", "bare"),
         host_addr=("POD_ADDR", "{JOB_NAME}-{RANK}.{SVC_NAME}.{POD_NAMESPACE}.svc.cluster.local"),
+        job="JOB_NAME",
         docs="images/pytorch-dist-mnist/README.md",
         example=lambda world: {"JOB_NAME": "test", "SVC_NAME": "test-service", "POD_NAMESPACE": "demo-project"},
     ),
@@ -343,6 +353,7 @@ LAUNCHERS = (
         fields=_PROCESS | {"master_addr": "MASTER_ADDR"},
         optional={"node_rank": "NODE_RANK"},
         when=lambda environ: "LOCAL_RANK" in environ and "RANK" in environ,
+        job="AZUREML_RUN_ID",
         docs="https://learn.microsoft.com/en-us/azure/machine-learning/how-to-train-distributed-gpu",
         example=lambda world: {"AZUREML_RUN_ID": "simulated"},
     ),

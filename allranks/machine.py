@@ -1,8 +1,10 @@
 """What this host offers a job: CPUs, GPUs, a place for temporary files, a parent to live and die with."""
 
+import contextlib
 import os
 import signal
 import sys
+from typing import NamedTuple
 
 
 def cpu_limit(cgroup: str = "/sys/fs/cgroup") -> int:
@@ -27,13 +29,91 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def gpu_count() -> int:
-    """How many GPUs this process may use, without waking CUDA: a forked rank could not use it any more."""
-    if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg")):
-        return 0
-    import torch
+class Gpu(NamedTuple):
+    """A GPU that this process may use, as the driver names it."""
 
-    return torch.cuda.device_count()  # asks the driver's management library, not CUDA
+    uuid: str
+    name: str
+    memory: int  # bytes
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that this process may use, in CUDA's order; wakes no CUDA, which a forked rank could not use any more.
+
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars (CUDA_VISIBLE_DEVICES).
+    """
+    with _driver() as nvml:
+        if nvml is None:
+            return []
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        found = [
+            Gpu(nvml.nvmlDeviceGetUUID(one), nvml.nvmlDeviceGetName(one), nvml.nvmlDeviceGetMemoryInfo(one).total)
+            for one in handles
+        ]
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return found
+    shown = []
+    for word in os.environ["CUDA_VISIBLE_DEVICES"].split(","):
+        if word.strip().isdecimal():
+            gpu = found[int(word)] if int(word) < len(found) else None
+        else:  # "GPU-" and the beginning of a UUID; a "MIG-" device is not in the list, and is what it says
+            named = [gpu for gpu in found if word.strip() and gpu.uuid.startswith(word.strip())]
+            gpu = named[0] if named else Gpu(word, "MIG", 0) if word.startswith("MIG-") else None
+        if gpu is None:
+            break  # CUDA, too, ignores what follows a device that is not there
+        shown.append(gpu)
+    return shown
+
+
+def driver() -> tuple[str, int] | None:
+    """The NVIDIA driver's version, and the major version of CUDA that it offers; None where there is no driver."""
+    with _driver() as nvml:
+        if nvml is None:
+            return None
+        return nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
+
+
+@contextlib.contextmanager
+def _driver():
+    """NVIDIA's management library, or None where there is no driver or no GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError):
+        yield None
+        return
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpu_count() -> int:
+    return len(gpus())
+
+
+def out_of_memory_kills(cgroup: str = "/sys/fs/cgroup") -> int:
+    """How many processes of this container the kernel has killed for want of memory; 0 where it does not say.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), cgroup-v1/memory.html.
+    """
+    for name in ("memory.events", "memory/memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return int(dict(line.split() for line in _read(f"{cgroup}/{name}").splitlines())["oom_kill"])
+    return 0
+
+
+def memory_limit(cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that this container may use, or None where it has no limit of its own."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            limit = int(_read(f"{cgroup}/{name}"))
+            return limit if limit < 1 << 60 else None
+    return None
 
 
 def ensure_temporary_directory() -> None:

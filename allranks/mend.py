@@ -1,20 +1,28 @@
-"""What would go wrong in a rank, mended before the script goes on. Nothing here imports torch by itself."""
+"""What would go wrong in a rank, mended or said before the script goes on. Nothing here imports torch by itself."""
 
 import atexit
 import os
 import sys
 import threading
 import time
+from datetime import timedelta
+
+from allranks import last_words, machine
+from allranks.errors import AllranksError, GpuUnusable
+
+OLDEST_DRIVER = {11: "450", 12: "525", 13: "580"}  # by CUDA's major version: the release notes' minor-version table
 
 
 def mend() -> None:
-    """Once in each rank: whole lines on standard output, torch's thread count, the end of its gloo groups."""
+    """Once in each rank: whole lines on standard output, torch's thread count, its process groups and loaders."""
     _write_whole_lines()
     atexit.register(_let_threads_finish)
     if torch := sys.modules.get("torch"):
         _apply_omp_threads(torch)
         if "torch.distributed" in sys.modules and torch.distributed.is_available():
             _keep_gloo_groups(torch.distributed)
+            _check_groups(torch.distributed)
+            _count_batches(torch.utils.data.DataLoader)
 
 
 def _write_whole_lines() -> None:
@@ -45,6 +53,8 @@ def _keep_gloo_groups(dist) -> None:
     def destroy_process_group(group=None):
         leaving = c10d._world.pg_map if group in (None, c10d.GroupMember.WORLD) else [group]
         _kept.extend(one for one in leaving if "gloo" in str(dist.get_backend_config(one)))
+        if group in (None, c10d.GroupMember.WORLD) and (line := last_words.line()):
+            line.leave()
         destroy(group)
 
     destroy_process_group.keeps_gloo_groups = True
@@ -53,6 +63,84 @@ def _keep_gloo_groups(dist) -> None:
 
 
 _kept: list = []
+
+
+def _check_groups(dist) -> None:
+    """Let init_process_group() say at once what nccl would fail with, and work a second time.
+
+    torch 2.5 keeps the store of torchrun's agent, and with it the addresses of a group that has been destroyed: the
+    next one of the process would call those (seen: one rank "no error", the other waiting).
+    """
+    c10d = dist.distributed_c10d
+    init = c10d.init_process_group
+    if getattr(init, "checks", False):
+        return
+    groups = iter(range(1 << 30))
+
+    def init_process_group(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None, **options):
+        try:
+            if "nccl" in str(backend):
+                check_nccl(os.environ)
+        except AllranksError as error:
+            last_words.end_with(error)
+        if timeout is not None and (line := last_words.line()) and "ALLRANKS_STALL_TIMEOUT" not in os.environ:
+            line.stall = timeout.total_seconds()
+        if store is None and init_method in (None, "env://") and (number := next(groups)):
+            longest = timeout or timedelta(minutes=30)
+            store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=longest))
+            store, init_method = dist.PrefixStore(f"again/{number}", store), None
+        return init(backend, init_method, timeout, world_size, rank, store, **options)
+
+    init_process_group.checks = True
+    init_process_group.__doc__ = init.__doc__
+    c10d.init_process_group = dist.init_process_group = init_process_group
+
+
+def check_nccl(environ) -> None:
+    """Raise GpuUnusable where nccl cannot work: no GPU for this rank, or a driver older than the wheel needs."""
+    import torch
+
+    seen = machine.gpus()
+    rank, local_rank = environ["RANK"], int(environ["LOCAL_RANK"])
+    offered, needed = machine.driver(), int((torch.version.cuda or "0").split(".")[0])
+    if offered and offered[1] < needed:
+        raise GpuUnusable(
+            f"the NVIDIA driver {offered[0]} offers CUDA {offered[1]}, and this torch {torch.__version__} is built "
+            f"for CUDA {torch.version.cuda}",
+            f"a driver of {OLDEST_DRIVER.get(needed, 'a later release')} or newer",
+            "renew the driver of the host, or train with gloo",
+        )
+    if not seen:
+        why = "the container was started without --gpus all" if offered is None else "CUDA_VISIBLE_DEVICES hides them"
+        raise GpuUnusable(f"nccl asked for, and rank {rank} sees no GPU ({why}?)", "a GPU for each rank")
+    if local_rank >= len(seen):
+        raise GpuUnusable(
+            f"nccl asked for, and rank {rank} has LOCAL_RANK={local_rank} with {len(seen)} GPU(s) in sight",
+            "a GPU for each local rank",
+        )
+    if shared := environ.get("ALLRANKS_SHARED_GPU"):
+        raise GpuUnusable(f"nccl asked for, and {shared}", "a GPU for each rank")
+
+
+def _count_batches(loader_class) -> None:
+    """Have the lengths of the ranks' loaders compared before the first step: all wait for each other in each."""
+    iterate = loader_class.__iter__
+    if getattr(iterate, "counts", False):
+        return
+    loaders = iter(range(1 << 30))
+
+    def __iter__(self):
+        dist, line = sys.modules["torch.distributed"], last_words.line()
+        if line and line.rank is not None and dist.is_initialized() and not hasattr(self, "_allranks_counted"):
+            self._allranks_counted = True
+            try:
+                line.count_batches(next(loaders), len(self))
+            except TypeError:  # an iterable dataset without a length
+                pass
+        return iterate(self)
+
+    __iter__.counts = True
+    loader_class.__iter__ = __iter__
 
 
 def _let_threads_finish(longest: float = 1.0) -> None:

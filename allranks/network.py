@@ -1,14 +1,16 @@
 """The way to the master: its name, its port, and whether the port is ours to open."""
 
 import errno
+import os
 import socket
+import struct
 import sys
 import time
 
 from allranks.errors import AllranksError, MasterRefused, MasterSilent, MasterUnresolved, PortTaken
 
 SAY_EVERY = 10.0  # seconds between two lines of waiting
-_PAUSE = 0.25  # seconds between two tries: short against what is waited for, long against what a try costs
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.25  # seconds between two tries
 
 
 def say(line: str) -> None:
@@ -36,11 +38,14 @@ def check_port_free(port: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
-            raise PortTaken(
-                f"port {port} of {socket.gethostname()} cannot be opened ({error.strerror})",
-                "a free port for rank 0 to meet the others on",
-                "end the process that holds it, or set MASTER_PORT to another one on every node",
-            ) from None
+            raise port_taken(port, error.strerror) from None
+
+
+def port_taken(port: int, why: str) -> PortTaken:
+    return PortTaken(
+        f"port {port} of {socket.gethostname()} cannot be opened ({why})",
+        "a free port for rank 0 to meet the others on",
+    )
 
 
 def free_port() -> int:
@@ -51,23 +56,21 @@ def free_port() -> int:
 
 
 def wait_for_master(address: str, port: int, timeout: float) -> None:
-    """Return once something accepts connections at address:port; say every 10 s what is waited for.
+    """Return once rank 0's store answers at address:port; say every 10 s what is waited for.
 
-    timeout: seconds. Raises MasterUnresolved, MasterRefused or MasterSilent at the deadline.
+    timeout: seconds. Raises MasterUnresolved, MasterRefused, MasterSilent or PortTaken at the deadline.
     """
     start = time.monotonic()
-    next_word = start + SAY_EVERY
-    while True:
-        problem = _try(address, port, min(2.0, timeout))
+    next_word, pause = start + SAY_EVERY, FIRST_PAUSE
+    while problem := _try(address, port, min(2.0, timeout)):
         now = time.monotonic()
-        if problem is None:
-            return
         if now - start >= timeout:
             raise problem
         if now >= next_word:
             next_word += SAY_EVERY
             say(f"waiting for the master {address}:{port} ({now - start:.0f} of {timeout:.0f} s): {_state(problem)}")
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE)
 
 
 def _try(address: str, port: int, timeout: float) -> AllranksError | None:
@@ -75,26 +78,32 @@ def _try(address: str, port: int, timeout: float) -> AllranksError | None:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         return MasterUnresolved(
-            f"the master's name {address!r} does not resolve ({error})",
-            "a name that every node can look up",
-            "check it; on Kubernetes the Service must be headless, select the pods and publish addresses not ready yet",
+            f"the master's name {address!r} does not resolve ({error})", "a name that every node can look up"
         )
     where = ", ".join(dict.fromkeys(entry[4][0] for entry in found))
     try:
-        socket.create_connection((address, port), timeout).close()
-        return None
+        with socket.create_connection((address, port), timeout) as probe:
+            probe.settimeout(timeout)
+            if _is_store(probe):
+                return None
     except ConnectionRefusedError:
-        return MasterRefused(
-            f"{address} ({where}) refuses connections on port {port}",
-            "rank 0 listening there",
-            "see whether rank 0 is running and has the same MASTER_PORT",
-        )
+        return MasterRefused(f"{address} ({where}) refuses connections on port {port}", "rank 0 listening there")
     except OSError as error:
-        return MasterSilent(
-            f"{address} ({where}) does not answer on port {port} ({error})",
-            "rank 0 listening there",
-            "see whether the node is up, and whether a firewall or network policy drops the port",
-        )
+        return MasterSilent(f"{address} ({where}) does not answer on port {port} ({error})", "rank 0 listening there")
+    return PortTaken(f"what answers at {address}:{port} ({where}) is another program", "rank 0's store")
+
+
+def _is_store(probe: socket.socket) -> bool:
+    """Whether a torch TCPStore answers: its client would wait for ever for a program that only accepts.
+
+    The bytes: https://github.com/pytorch/pytorch/blob/v2.5.1/torch/csrc/distributed/c10d/TCPStoreBackend.hpp
+    """
+    nonce = struct.pack("=I", os.getpid())
+    try:
+        probe.sendall(struct.pack("=BIB", 0, 0x3C85F7CE, 13) + nonce)  # VALIDATE, PING
+        return probe.recv(4, socket.MSG_WAITALL) == nonce
+    except OSError:
+        return False
 
 
 def _state(problem: AllranksError) -> str:
@@ -102,4 +111,5 @@ def _state(problem: AllranksError) -> str:
         MasterUnresolved: "its name does not resolve yet",
         MasterRefused: "its host is up, its port is not open yet",
         MasterSilent: "its host does not answer yet",
+        PortTaken: "another program answers on its port",
     }[type(problem)]

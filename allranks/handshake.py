@@ -1,0 +1,355 @@
+"""Before any backend: do all ranks agree, and who is missing? One TCPStore, on the master's port, which stays.
+
+Each member (a node, or a rank where the launcher has started every one) posts what it believes. The host of the store
+compares, and all are told the same: an error, or who is where. Then each host tries to reach every other.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import NamedTuple
+
+from allranks import interfaces, machine
+from allranks.errors import (
+    BY_CODE,
+    AllranksError,
+    JobMismatch,
+    PeerUnreachable,
+    RankTwice,
+    RendezvousFailed,
+    VersionMismatch,
+    WorldMismatch,
+)
+from allranks.launchers import BY_NAME
+from allranks.network import SAY_EVERY, port_taken, say, wait_for_master
+from allranks.resolve import World
+from allranks.watch import Hub
+
+POLL = 0.01  # seconds between two looks into the store
+LINGER = 10.0  # seconds that an error is kept for those who have not heard it yet
+REACH = 10.0  # seconds for a connection between two hosts: four tries of TCP where packets are lost
+PEERS = 64  # hosts that each host tries to reach: all of them in clusters that small
+
+
+class Met(NamedTuple):
+    """What all members know after the handshake.
+
+    hosts: one dict per host, in rank order: name, address, members. hub: (address, port, token) of the watch, which
+    this process runs where own_hub is not None. place: the index of this member's host. local: (index, number) of
+    this member among those of its host. peer: a name or address of another host, None where there is but one. store:
+    on rank 0 it serves the others for as long as it is kept.
+    """
+
+    hosts: list[dict]
+    hub: tuple[str, int, str]
+    own_hub: Hub | None
+    place: int
+    local: tuple[int, int]
+    peer: str | None
+    store: object
+
+
+def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = os.environ) -> Met:
+    """Meet all members of the job; nproc: the ranks of this node, where its rank counts nodes. timeout: seconds.
+
+    Raises MasterUnresolved, MasterRefused, MasterSilent, PortTaken, RendezvousFailed, RankTwice, WorldMismatch,
+    VersionMismatch, JobMismatch or PeerUnreachable, on every member alike where that is possible.
+    """
+    hub = Hub()
+    index, size = (world.node_rank, world.nnodes) if world.level == "node" else (world.rank, world.world_size)
+    agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not agents and index:
+        wait_for_master(world.master_addr, world.master_port, timeout)
+    belief = _belief(world, index, size, nproc, hub.port, environ)
+    try:
+        store = _open_store(world, hosts_it=not agents and index == 0)
+        store = _prefixed(store, environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "")
+        ticket = store.add("tickets", 1)
+        store.set(f"belief/{ticket}", json.dumps(belief))
+        if index == 0:
+            _Host(store, belief, timeout).decide()
+        hosts, token = _hear(store, ticket, belief, timeout)
+        own = next(host for host in hosts if index in host["members"])
+        leads = own["members"][0] == index
+        if len(hosts) > 1:
+            _reach(store, hosts, own, hub if leads else None, world, index == 0)
+    except AllranksError:
+        hub.close()
+        raise
+    except RuntimeError as error:  # the store's client: its server has gone
+        hub.close()
+        raise RendezvousFailed(
+            f"lost rank 0's store at {world.master_addr}:{world.master_port} ({str(error).splitlines()[0]})",
+            f"all {size} to meet there",
+            "see what the log of rank 0 ends with",
+        ) from None
+    if index:
+        hub.close()
+    port, address = hosts[0]["port"], world.master_addr if hosts[0] is not own else "127.0.0.1"
+    local = (own["members"].index(index), len(own["members"]))
+    peer = None if len(hosts) == 1 else world.master_addr if own is not hosts[0] else hosts[1]["address"]
+    return Met(hosts, (address, port, token), None if index else hub.watch(token), hosts.index(own), local, peer, store)
+
+
+def _belief(world: World, index: int, size: int, nproc: int, port: int, environ: Mapping[str, str]) -> dict:
+    import torch
+
+    variable = BY_NAME[world.launcher].job
+    gpus = machine.gpus()
+    return {
+        "index": index,
+        "size": size,
+        "size_name": world.sources.get("nnodes" if world.level == "node" else "world_size", "WORLD_SIZE"),
+        "level": world.level,
+        "nproc": nproc if world.level == "node" else None,
+        "host": socket.gethostname(),
+        "identity": interfaces.identity() + (f" {index}" if "ALLRANKS_SIMULATED" in environ else ""),
+        "address": interfaces.own_address(world.master_addr),
+        "port": port,
+        "pid": os.getpid(),
+        "job": environ.get(variable, "") if variable else "",
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "",
+        "gpus": [gpu.uuid for gpu in gpus],
+    }
+
+
+def _open_store(world: World, hosts_it: bool):
+    """The TCPStore that the ranks' init_process_group() will join, too."""
+    from torch.distributed import TCPStore
+
+    try:
+        return TCPStore(
+            "localhost" if hosts_it else world.master_addr,
+            world.master_port,
+            None,
+            hosts_it,
+            timedelta(seconds=60),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        if hosts_it and "EADDRINUSE" in str(error):
+            raise port_taken(world.master_port, "Address already in use") from None
+        raise
+
+
+def _prefixed(store, attempt: str):
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"allranks/{attempt}", store)
+
+
+class _Host:
+    """The member that runs the store (rank 0, node 0) compares what the others believe with what it believes."""
+
+    def __init__(self, store, own: dict, timeout: float):
+        self.store, self.own, self.size, self.timeout = store, own, own["size"], timeout
+        self.kind = "node" if own["level"] == "node" else "rank"
+        self.beliefs: list[dict] = []
+        self.read = 0  # tickets
+
+    def decide(self) -> None:
+        """Wait for all, and write the verdict; an error stays until all have heard it."""
+        start = time.monotonic()
+        next_word = start + SAY_EVERY
+        while True:
+            self._read()
+            error = disagreement(self.beliefs, self.kind)
+            if error or len(self.beliefs) == self.size:
+                break
+            now = time.monotonic()
+            if now - start >= self.timeout:
+                error = self._absent()
+                break
+            if now >= next_word:
+                next_word += SAY_EVERY
+                words = f"({now - start:.0f} of {self.timeout:.0f} s): {self._missing()}"
+                self.store.set("waiting", words)
+                say(f"waiting for the others {words}")
+            time.sleep(POLL)
+        if not error:
+            self.store.set("verdict", json.dumps({"hosts": _hosts(self.beliefs), "token": os.urandom(8).hex()}))
+            return
+        self.store.set("verdict", _as_json(error))
+        heard_by = max(belief["size"] for belief in [self.own, *self.beliefs])
+        end = time.monotonic() + LINGER
+        while self.store.add("heard", 0) < heard_by - 1 and time.monotonic() < end:
+            time.sleep(POLL)
+        raise error
+
+    def _read(self) -> None:
+        """Take in the beliefs that have come since; those of another job are told so, and are not our affair."""
+        while self.read < self.store.add("tickets", 0) and self.store.check([f"belief/{self.read + 1}"]):
+            self.read += 1
+            belief = json.loads(self.store.get(f"belief/{self.read}"))
+            belief["ticket"] = self.read
+            if belief["job"] == self.own["job"]:
+                self.beliefs.append(belief)
+            else:
+                self.store.set(f"verdict/{self.read}", _as_json(_other_job(belief, self.own)))
+
+    def _missing(self) -> str:
+        here = {belief["index"]: belief["host"] for belief in self.beliefs}
+        absent = [index for index in range(self.size) if index not in here]
+        return f"{_names(self.kind, absent)} missing, here {'is' if len(here) == 1 else 'are'} " + ", ".join(
+            f"{self.kind} {index} on {here[index]}" for index in sorted(here)[:8]
+        )
+
+    def _absent(self) -> AllranksError:
+        return RendezvousFailed(self._missing(), f"{self.size} {self.kind}s within {self.timeout:.0f} s")
+
+
+def _names(kind: str, indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:8])) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
+    return f"{kind} {shown} is" if len(indices) == 1 else f"{kind}s {shown} are"
+
+
+def disagreement(beliefs: list[dict], kind: str = "rank") -> AllranksError | None:
+    """The error that these beliefs amount to, or None: the first of them is compared with the others."""
+
+    def who(belief: dict) -> str:
+        return f"{kind} {belief['index']} on {belief['host']}"
+
+    by_index: dict[int, dict] = {}
+    for one in sorted(beliefs, key=lambda belief: belief["index"]):
+        other = by_index.setdefault(one["index"], one)
+        if other is not one:
+            return RankTwice(
+                f"{kind} {one['index']} is there twice: process {other['pid']} on {other['host']} and process "
+                f"{one['pid']} on {one['host']}",
+                f"each {kind} once",
+            )
+    first, *others = by_index.values()
+    for other in others:
+        for field, name in (("level", "what a rank counts"), ("size", first["size_name"]), ("nproc", "ranks per node")):
+            if first[field] != other[field]:
+                return WorldMismatch(
+                    f"{name} differs: {first[field]} for {who(first)}, {other[field]} for {who(other)}",
+                    "the same everywhere",
+                )
+        for field, name in (("torch", "torch"), ("nccl", "NCCL")):
+            if first[field].split(".")[:2] != other[field].split(".")[:2] and (first[field] and other[field]):
+                return VersionMismatch(
+                    f"{name} differs: {first[field]} for {who(first)}, {other[field]} for {who(other)}",
+                    "the same major and minor version everywhere",
+                )
+    return None
+
+
+def _hosts(beliefs: list[dict]) -> list[dict]:
+    hosts: dict[str, dict] = {}
+    for belief in sorted(beliefs, key=lambda belief: belief["index"]):
+        place = {"name": belief["host"], "address": belief["address"], "port": belief["port"], "members": []}
+        hosts.setdefault(belief["identity"], place | {"tickets": [], "gpus": belief["gpus"], "level": belief["level"]})
+        hosts[belief["identity"]]["members"].append(belief["index"])
+        hosts[belief["identity"]]["tickets"].append(belief["ticket"])
+    return list(hosts.values())
+
+
+def _other_job(belief: dict, here: dict) -> AllranksError:
+    return JobMismatch(
+        f"this is job {belief['job']!r}, and job {here['job']!r} meets at this address and port (rank 0: process "
+        f"{here['pid']} on {here['host']})",
+        "an address and port for each job",
+    )
+
+
+def _as_json(error: AllranksError) -> str:
+    return json.dumps({"code": error.code, "parts": error.parts})
+
+
+def _hear(store, ticket: int, belief: dict, timeout: float) -> tuple[list[dict], str]:
+    """Wait for the verdict; return the hosts and the watch's token. Raises the error that all are told."""
+    start = time.monotonic()
+    next_word = start + SAY_EVERY
+    while True:
+        key = next((key for key in ("verdict", f"verdict/{ticket}") if store.check([key])), None)
+        if key:
+            break
+        now = time.monotonic()
+        if now - start > timeout + LINGER:
+            raise RendezvousFailed(f"rank 0 has not answered for {now - start:.0f} s", "its verdict")
+        if now >= next_word:
+            next_word += SAY_EVERY
+            if store.check(["waiting"]):
+                say(f"waiting for the others {store.get('waiting').decode()}")
+        time.sleep(POLL)
+    verdict = json.loads(store.get(key))
+    store.add("heard", 1)
+    if "code" in verdict:
+        raise BY_CODE[verdict["code"]](*verdict["parts"])
+    if not any(ticket in host["tickets"] for host in verdict["hosts"]):
+        where = next((host["name"] for host in verdict["hosts"] if belief["index"] in host["members"]), "another host")
+        raise RankTwice(
+            f"the job that meets here is complete, and its rank {belief['index']} is on {where}",
+            "to be one of its ranks",
+            "end the older job, or give this one another MASTER_PORT",
+        )
+    return verdict["hosts"], verdict["token"]
+
+
+def _reach(store, hosts: list[dict], own: dict, hub: Hub | None, world: World, decides: bool) -> None:
+    """The first member of each host connects to all others; raise PeerUnreachable on every member where one cannot."""
+    place = hosts.index(own)
+    if hub:
+        hub.start()
+        others = [hosts[(place + step) % len(hosts)] for step in range(1, min(len(hosts), PEERS + 1))]
+        with ThreadPoolExecutor(min(len(others), 16)) as pool:
+            problems = list(pool.map(lambda host: _connect(host, host is hosts[0], world), others))
+        unreachable = [(own["name"], host["name"], why) for host, why in zip(others, problems, strict=True) if why]
+        store.set(f"reach/{place}", json.dumps(unreachable))
+    if decides:
+        store.set("reached", json.dumps(_collect(store, len(hosts))))
+    _await_key(store, "reached", 2 * REACH + LINGER)
+    pairs = json.loads(store.get("reached"))
+    store.add("parted", 1)
+    if not pairs:
+        return
+    if decides:
+        members = sum(len(host["members"]) for host in hosts)
+        end = time.monotonic() + LINGER
+        while store.add("parted", 0) < members and time.monotonic() < end:
+            time.sleep(POLL)
+    shown = ", ".join(f"{one} to {other} ({why})" for one, other, why in pairs[:4])
+    more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
+    raise PeerUnreachable(
+        f"every host reaches the store at {world.master_addr}:{world.master_port}, but not {shown}{more}",
+        "connections between all hosts on any port",
+    )
+
+
+def _collect(store, count: int) -> list:
+    end, pairs = time.monotonic() + 2 * REACH, []
+    for place in range(count):
+        while not store.check([f"reach/{place}"]) and time.monotonic() < end:
+            time.sleep(POLL)
+        if store.check([f"reach/{place}"]):
+            pairs += json.loads(store.get(f"reach/{place}"))
+    return pairs
+
+
+def _await_key(store, key: str, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise RendezvousFailed(f"rank 0 has not answered for {timeout:.0f} s", "its verdict")
+        time.sleep(POLL)
+
+
+def _connect(host: dict, is_master: bool, world: World) -> str | None:
+    """Why this host cannot be reached, or None."""
+    address = world.master_addr if is_master else host["address"]
+    try:
+        with socket.create_connection((address, host["port"]), REACH) as probe:
+            probe.settimeout(REACH)
+            greeting = probe.recv(len(Hub.GREETING), socket.MSG_WAITALL)
+            return None if greeting == Hub.GREETING else "another program answers"
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError as error:
+        return error.strerror.lower() if error.strerror else "no answer"
