@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from allranks import last_words, machine
 from allranks.errors import OutOfMemory, RankFailed, RendezvousFailed
+from allranks.hub import Hub
 from allranks.mend import mend
 from allranks.network import own_name, say
 from allranks.resolve import World
-from allranks.watch import GRACE, Hub, Line, error_of
+from allranks.watch import GRACE, Line, error_of
 
 POLL = 0.05  # seconds between two looks at the ranks
 DOUBTFUL = {RankFailed.status, OutOfMemory.status, *range(84, 86)}  # of ranks that have ended because of another

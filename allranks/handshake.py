@@ -24,10 +24,10 @@ from allranks.errors import (
     VersionMismatch,
     WorldMismatch,
 )
+from allranks.hub import Hub
 from allranks.launchers import BY_NAME
 from allranks.network import SAY_EVERY, port_taken, say, wait_for_master
 from allranks.resolve import World
-from allranks.watch import Hub
 
 POLL = 0.01  # seconds between two looks into the store
 LINGER = 10.0  # seconds that an error is kept for those who have not heard it yet

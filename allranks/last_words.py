@@ -9,8 +9,9 @@ import threading
 import time
 
 from allranks.errors import AllranksError, CollectiveMismatch, GpuUnusable, OutOfMemory, RankFailed
+from allranks.hub import Hub
 from allranks.network import say
-from allranks.watch import GRACE, Hub, Line, error_of
+from allranks.watch import GRACE, Line, error_of
 
 # what torch says on a rank whose peer has gone, or keeps it waiting: the cause is elsewhere
 _DOUBTFUL = re.compile(

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from allranks import handshake, interfaces, last_words, machine
 from allranks.agent import HUB, may_fork, rank_name, supervise, watch_from_environ
 from allranks.errors import AllranksError, CannotStart, InvalidVariable, MissingVariable
+from allranks.hub import Hub
 from allranks.launchers import BY_NAME
 from allranks.mend import mend
 from allranks.mpi import find_master
 from allranks.network import check_port_free, free_port, own_name, say
 from allranks.resolve import World, overlooked, resolve
-from allranks.watch import Hub
 
 _world: World | None = None
 _met: handshake.Met | None = None  # with the store that all ranks' init_process_group() joins

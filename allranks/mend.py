@@ -1,6 +1,7 @@
 """What would go wrong in a rank, mended or said before the script goes on. Nothing here imports torch by itself."""
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -133,10 +134,8 @@ def _count_batches(loader_class) -> None:
         dist, line = sys.modules["torch.distributed"], last_words.line()
         if line and line.rank is not None and dist.is_initialized() and not hasattr(self, "_allranks_counted"):
             self._allranks_counted = True
-            try:
+            with contextlib.suppress(TypeError):  # an iterable dataset without a length
                 line.count_batches(next(loaders), len(self))
-            except TypeError:  # an iterable dataset without a length
-                pass
         return iterate(self)
 
     __iter__.counts = True
