@@ -20,7 +20,7 @@ DOUBTFUL = {RankFailed.status, OutOfMemory.status, *range(84, 86)}  # of ranks t
 LINGER = 4 * POLL  # a failing rank stays that long, so that one that died without a word is seen first
 
 
-HUB = "ALLRANKS_HUB"  # where the ranks of this node find the hub of the watch: address port token
+HUB = "ALLRANKS_HUB"  # where the ranks of this node find the hub of the watch: address port token host
 
 
 def supervise(
@@ -212,12 +212,12 @@ def watch_from_environ() -> None:
     """Start the watch of a rank that its node's parent has started."""
     if HUB not in os.environ:
         return
-    address, port, token = os.environ[HUB].split()
+    address, port, token, host = os.environ[HUB].split()
     rank, world_size, local_rank, node = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
     )
     who = {"rank": rank, "world_size": world_size, "node": node, "name": rank_name(rank, world_size, local_rank)}
-    last_words.keep_watch((address, int(port), token), who, quiet=True)
+    last_words.keep_watch((address, int(port), token, host), who, quiet=True)
 
 
 def rank_name(rank: int, world_size: int, local_rank: int) -> str:

@@ -30,7 +30,7 @@ from allranks.network import SAY_EVERY, port_taken, say, wait_for_master
 from allranks.resolve import World
 
 POLL = 0.01  # seconds between two looks into the store
-LINGER = 10.0  # seconds that an error is kept for those who have not heard it yet
+LINGER = 5.0  # seconds that an error is kept for those who have not heard it yet
 REACH = 10.0  # seconds for a connection between two hosts: four tries of TCP where packets are lost
 PEERS = 64  # hosts that each host tries to reach: all of them in clusters that small
 
@@ -38,18 +38,19 @@ PEERS = 64  # hosts that each host tries to reach: all of them in clusters that 
 class Met(NamedTuple):
     """What all members know after the handshake.
 
-    hosts: one dict per host, in rank order: name, address, members. hub: (address, port, token) of the watch, which
-    this process runs where own_hub is not None. place: the index of this member's host. local: (index, number) of
-    this member among those of its host. peer: a name or address of another host, None where there is but one. store:
-    on rank 0 it serves the others for as long as it is kept.
+    hosts: one dict per host, in rank order: name, address, members. hub: (address, port, token, host) of the watch,
+    which this process runs where own_hub is not None. place: the index of this member's host. local: (index, number)
+    of this member among those of its host. peer: the address of another host, None where there is but one.
+    shared_gpu: who shares one, or nothing. store: on rank 0 it serves the others for as long as it is kept.
     """
 
     hosts: list[dict]
-    hub: tuple[str, int, str]
+    hub: tuple[str, int, str, str]
     own_hub: Hub | None
     place: int
     local: tuple[int, int]
     peer: str | None
+    shared_gpu: str
     store: object
 
 
@@ -72,11 +73,12 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
         store.set(f"belief/{ticket}", json.dumps(belief))
         if index == 0:
             _Host(store, belief, timeout).decide()
-        hosts, token = _hear(store, ticket, belief, timeout)
+        hosts, token, shared = _hear(store, ticket, belief, timeout)
         own = next(host for host in hosts if index in host["members"])
         leads = own["members"][0] == index
         if len(hosts) > 1:
             _reach(store, hosts, own, hub if leads else None, world, index == 0)
+        _part(store, size, index == 0)
     except AllranksError:
         hub.close()
         raise
@@ -89,10 +91,17 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
         ) from None
     if index:
         hub.close()
-    port, address = hosts[0]["port"], world.master_addr if hosts[0] is not own else "127.0.0.1"
-    local = (own["members"].index(index), len(own["members"]))
-    peer = None if len(hosts) == 1 else world.master_addr if own is not hosts[0] else hosts[1]["address"]
-    return Met(hosts, (address, port, token), None if index else hub.watch(token), hosts.index(own), local, peer, store)
+    place, first = hosts.index(own), hosts[0]
+    return Met(
+        hosts=hosts,
+        hub=(first["address"] if place else "127.0.0.1", first["port"], token, first["name"]),
+        own_hub=None if index else hub.watch(token),
+        place=place,
+        local=(own["members"].index(index), len(own["members"])),
+        peer=None if len(hosts) == 1 else hosts[0 if place else 1]["address"],
+        shared_gpu=shared,
+        store=store,
+    )
 
 
 def _belief(world: World, index: int, size: int, nproc: int, port: int, environ: Mapping[str, str]) -> dict:
@@ -114,7 +123,7 @@ def _belief(world: World, index: int, size: int, nproc: int, port: int, environ:
         "job": environ.get(variable, "") if variable else "",
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "",
-        "gpus": [gpu.uuid for gpu in gpus],
+        "gpus": machine.gpus_of_ranks(gpus, nproc, world.local_rank if world.level == "process" else None),
     }
 
 
@@ -173,7 +182,8 @@ class _Host:
                 say(f"waiting for the others {words}")
             time.sleep(POLL)
         if not error:
-            self.store.set("verdict", json.dumps({"hosts": _hosts(self.beliefs), "token": os.urandom(8).hex()}))
+            verdict = {"hosts": _hosts(self.beliefs), "token": os.urandom(8).hex(), "shared": _shared(self.beliefs)}
+            self.store.set("verdict", json.dumps(verdict))
             return
         self.store.set("verdict", _as_json(error))
         heard_by = max(belief["size"] for belief in [self.own, *self.beliefs])
@@ -245,10 +255,24 @@ def _hosts(beliefs: list[dict]) -> list[dict]:
     hosts: dict[str, dict] = {}
     for belief in sorted(beliefs, key=lambda belief: belief["index"]):
         place = {"name": belief["host"], "address": belief["address"], "port": belief["port"], "members": []}
-        hosts.setdefault(belief["identity"], place | {"tickets": [], "gpus": belief["gpus"], "level": belief["level"]})
+        hosts.setdefault(belief["identity"], place | {"tickets": []})
         hosts[belief["identity"]]["members"].append(belief["index"])
         hosts[belief["identity"]]["tickets"].append(belief["ticket"])
-    return list(hosts.values())
+    first, *others = hosts.values()
+    if others:  # the others know it as MASTER_ADDR, which may be a Service's and lead to that one port only
+        first["address"] = interfaces.own_address(others[0]["address"])
+    return [first, *others]
+
+
+def _shared(beliefs: list[dict]) -> str:
+    """Which two ranks would use the same GPU; empty where none do."""
+    users: dict[str, str] = {}
+    for belief in beliefs:
+        for gpu in belief["gpus"]:
+            who = f"a rank of {belief['host']} (process {belief['pid']})"
+            if users.setdefault(gpu, who) != who or belief["gpus"].count(gpu) > 1:
+                return f"{users[gpu]} and {who} share {gpu}"
+    return ""
 
 
 def _other_job(belief: dict, here: dict) -> AllranksError:
@@ -263,8 +287,8 @@ def _as_json(error: AllranksError) -> str:
     return json.dumps({"code": error.code, "parts": error.parts})
 
 
-def _hear(store, ticket: int, belief: dict, timeout: float) -> tuple[list[dict], str]:
-    """Wait for the verdict; return the hosts and the watch's token. Raises the error that all are told."""
+def _hear(store, ticket: int, belief: dict, timeout: float) -> tuple[list[dict], str, str]:
+    """Wait for the verdict: the hosts, the watch's token, who shares a GPU. Raises the error that all are told."""
     start = time.monotonic()
     next_word = start + SAY_EVERY
     while True:
@@ -290,7 +314,7 @@ def _hear(store, ticket: int, belief: dict, timeout: float) -> tuple[list[dict],
             "to be one of its ranks",
             "end the older job, or give this one another MASTER_PORT",
         )
-    return verdict["hosts"], verdict["token"]
+    return verdict["hosts"], verdict["token"], verdict["shared"]
 
 
 def _reach(store, hosts: list[dict], own: dict, hub: Hub | None, world: World, decides: bool) -> None:
@@ -300,27 +324,30 @@ def _reach(store, hosts: list[dict], own: dict, hub: Hub | None, world: World, d
         hub.start()
         others = [hosts[(place + step) % len(hosts)] for step in range(1, min(len(hosts), PEERS + 1))]
         with ThreadPoolExecutor(min(len(others), 16)) as pool:
-            problems = list(pool.map(lambda host: _connect(host, host is hosts[0], world), others))
+            problems = list(pool.map(_connect, others))
         unreachable = [(own["name"], host["name"], why) for host, why in zip(others, problems, strict=True) if why]
         store.set(f"reach/{place}", json.dumps(unreachable))
     if decides:
         store.set("reached", json.dumps(_collect(store, len(hosts))))
     _await_key(store, "reached", 2 * REACH + LINGER)
     pairs = json.loads(store.get("reached"))
-    store.add("parted", 1)
     if not pairs:
         return
-    if decides:
-        members = sum(len(host["members"]) for host in hosts)
-        end = time.monotonic() + LINGER
-        while store.add("parted", 0) < members and time.monotonic() < end:
-            time.sleep(POLL)
+    _part(store, sum(len(host["members"]) for host in hosts), decides)
     shown = ", ".join(f"{one} to {other} ({why})" for one, other, why in pairs[:4])
     more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
     raise PeerUnreachable(
         f"every host reaches the store at {world.master_addr}:{world.master_port}, but not {shown}{more}",
         "connections between all hosts on any port",
     )
+
+
+def _part(store, size: int, stays: bool) -> None:
+    """The host of the store stays until all know what it had to tell."""
+    parted, end = store.add("parted", 1), time.monotonic() + LINGER
+    while stays and parted < size and time.monotonic() < end:
+        time.sleep(POLL)
+        parted = store.add("parted", 0)
 
 
 def _collect(store, count: int) -> list:
@@ -341,11 +368,12 @@ def _await_key(store, key: str, timeout: float) -> None:
         time.sleep(POLL)
 
 
-def _connect(host: dict, is_master: bool, world: World) -> str | None:
+def _connect(host: dict) -> str | None:
     """Why this host cannot be reached, or None."""
-    address = world.master_addr if is_master else host["address"]
+    if not host["address"]:
+        return "it has no address on the way to the master"
     try:
-        with socket.create_connection((address, host["port"]), REACH) as probe:
+        with socket.create_connection((host["address"], host["port"]), REACH) as probe:
             probe.settimeout(REACH)
             greeting = probe.recv(len(Hub.GREETING), socket.MSG_WAITALL)
             return None if greeting == Hub.GREETING else "another program answers"

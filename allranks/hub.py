@@ -238,7 +238,7 @@ def find_stalled(ranks: list[dict]) -> dict | None:
         return {
             "code": "stalled",
             "rank": silent[0]["rank"],
-            "seen": f"{_names(silent)} has not been heard of for {silent[0]['silent']:.0f} s (stopped, or cut off)",
+            "seen": f"{_names(silent)} {_has(silent)} not been heard of for {silent[0]['silent']:.0f} s (stopped, or cut off)",
             "expected": f"a sign of life within {silent[0]['stall']:.0f} s",
             "pids": [(one["host"], one["pid"]) for one in silent],
         }
@@ -252,7 +252,7 @@ def find_stalled(ranks: list[dict]) -> dict | None:
     late = behind or waiting
     shown = [*behind[:2], *waiting[: 2 if behind else 4]]
     where = "; ".join(f"rank {one['rank']} is {_doing(one)}" for one in shown)
-    how = "keeps the others waiting" if behind else "wait for each other in vain"
+    how = ("keeps" if len(behind) == 1 else "keep") + " the others waiting" if behind else "wait for each other in vain"
     return {
         "code": "stalled",
         "rank": late[0]["rank"],
@@ -264,6 +264,10 @@ def find_stalled(ranks: list[dict]) -> dict | None:
 
 def _names(ranks: list[dict]) -> str:
     return ", ".join(one["name"] for one in ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+
+
+def _has(ranks: list[dict]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _doing(rank: dict) -> str:

@@ -31,7 +31,7 @@ _quiet = False
 _said = threading.Lock()
 
 
-def keep_watch(hub: tuple[str, int, str], who: dict, own_hub: Hub | None = None, quiet: bool = False) -> None:
+def keep_watch(hub: tuple[str, int, str, str], who: dict, own_hub: Hub | None = None, quiet: bool = False) -> None:
     """Let the others know when this rank fails, and end it when another has; quiet: its parent says so, once."""
     global _line, _hub, _quiet
     if _line is not None:
@@ -43,7 +43,7 @@ def keep_watch(hub: tuple[str, int, str], who: dict, own_hub: Hub | None = None,
         return
     _hub, _quiet = own_hub, quiet
     sys.excepthook = _excepthook
-    atexit.register(_leave)
+    atexit.register(leave)
 
 
 def line() -> Line | None:
@@ -143,7 +143,9 @@ def _warn(who: dict):
     return (lambda text: say(f"warning: {text}")) if who.get("rank") == 0 else None
 
 
-def _leave() -> None:
-    _line.close()
+def leave() -> None:
+    """This process needs nobody any more, and nobody needs it."""
+    if _line is not None:
+        _line.close()
     if _hub is not None:
         _hub.close()

@@ -53,6 +53,7 @@ def run(command: list[str], nproc_per_node: int | None, fork: bool) -> None:
         _run_path(words[0])
         sys.exit(0)
     _launch(nproc_per_node, False)
+    last_words.leave()
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -99,6 +100,8 @@ def _launch(
     world = resolve(os.environ, sys.argv, needs_master=meet)
     if line := overlooked(world, os.environ):
         say(f"warning: {line}")
+    if (world.nnodes, world.world_size) != (1, 1):
+        interfaces.check_named(os.environ)
     if world.host_addr:
         os.environ[world.sources["host_addr"]] = world.host_addr
     if world.level == "process":
@@ -165,14 +168,21 @@ def _is_started_by_us() -> bool:
 
 def _meet_nodes(world: World, nproc: int) -> tuple[World, tuple, Hub | None]:
     """Meet the parents of the other nodes' ranks; return the world, and the hub of the watch."""
+    seen = machine.gpus()
+    if seen and (size := machine.small_shared_memory()):
+        say(
+            f"warning: /dev/shm has {size >> 20} MiB for {nproc} ranks, and NCCL may need more: docker run "
+            "--shm-size=1g, or on Kubernetes an emptyDir of medium Memory at /dev/shm"
+        )
     if world.nnodes == 1:
         if world.sources["master_port"] == "default":
             world = world._replace(master_port=free_port())  # nobody else has to know it: two jobs may share a host
         check_port_free(world.master_port)
         interfaces.choose(None, os.environ)
+        _share_gpus(len(seen) and nproc > len(seen) and f"{nproc} ranks have {len(seen)} GPU(s)")
         token = os.urandom(8).hex()
         hub = Hub().watch(token)
-        return world, ("127.0.0.1", hub.port, token), hub
+        return world, ("127.0.0.1", hub.port, token, own_name()), hub
     met = _shake_hands(world, nproc)
     return world, met.hub, met.own_hub
 
@@ -180,6 +190,8 @@ def _meet_nodes(world: World, nproc: int) -> tuple[World, tuple, Hub | None]:
 def _meet_ranks(world: World) -> World:
     """Meet the other ranks, and keep watch with them; fill in what was not given."""
     if world.world_size == 1:
+        if _agent_has_the_store():
+            return world
         if world.sources["master_port"] == "default":
             return world._replace(master_port=free_port())
         check_port_free(world.master_port)
@@ -198,10 +210,14 @@ def _meet_ranks(world: World) -> World:
     return world
 
 
+def _agent_has_the_store() -> bool:
+    """Whether torchrun's agent has opened the master's port already."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _shake_hands(world: World, nproc: int) -> handshake.Met:
     """Meet all others; then take the interface on the way to them."""
-    hosted_by_us = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if hosted_by_us and (world.node_rank if world.level == "node" else world.rank) == 0:
+    if not _agent_has_the_store() and (world.node_rank if world.level == "node" else world.rank) == 0:
         check_port_free(world.master_port)
     global _met
     _met = met = handshake.meet(world, nproc, _rendezvous_timeout())
@@ -210,7 +226,16 @@ def _shake_hands(world: World, nproc: int) -> handshake.Met:
         say(f"warning: {chosen}")
     elif "ALLRANKS_DEBUG" in os.environ:
         say(chosen)
+    _share_gpus(met.shared_gpu)
     return met
+
+
+def _share_gpus(line: str) -> None:
+    """nccl refuses two ranks on one GPU: scripts that take their backend from BACKEND train with gloo then."""
+    if line and os.environ.setdefault("BACKEND", "gloo") == "gloo":
+        say(f"warning: {line}: BACKEND=gloo")
+    if line:
+        os.environ["ALLRANKS_SHARED_GPU"] = line
 
 
 def _find_script() -> Callable[[], object]:

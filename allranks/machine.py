@@ -65,6 +65,24 @@ def gpus() -> list[Gpu]:
     return shown
 
 
+def gpus_of_ranks(seen: list[Gpu], nproc: int, local_rank: int | None) -> list[str]:
+    """The UUIDs of the GPUs that this process's ranks would use, in turn; local_rank: where it is a rank itself."""
+    if not seen:
+        return []
+    ranks = range(nproc) if local_rank is None else (local_rank,)
+    return [seen[rank % len(seen)].uuid for rank in ranks]
+
+
+def small_shared_memory(path: str = "/dev/shm") -> int | None:
+    """Bytes of shared memory where they are too few for NCCL's ranks of one host, else None."""
+    try:
+        there = os.statvfs(path)
+    except OSError:
+        return None
+    size = there.f_blocks * there.f_frsize
+    return size if size < 256 << 20 else None
+
+
 def driver() -> tuple[str, int] | None:
     """The NVIDIA driver's version, and the major version of CUDA that it offers; None where there is no driver."""
     with _driver() as nvml:

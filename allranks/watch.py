@@ -27,10 +27,10 @@ class Line:
     """This process's end: says that it lives, and hears who failed first.
 
     who: name (for people), host, and rank or node, world_size. on_first: called in the line's thread, once.
-    on_warning: what the hub has to say to people. hub: (address, port, token).
+    on_warning: what the hub has to say to people. hub: (address, port, token, host).
     """
 
-    def __init__(self, hub: tuple[str, int, str], who: dict, on_first: Callable[[dict], None], on_warning=None):
+    def __init__(self, hub: tuple[str, int, str, str], who: dict, on_first: Callable[[dict], None], on_warning=None):
         self._hub, self._on_first, self._on_warning = hub, on_first, on_warning
         self.stall = float(os.environ.get("ALLRANKS_STALL_TIMEOUT", STALL))
         self._who = who | {"token": hub[2], "oom": machine.out_of_memory_kills()}
@@ -124,14 +124,14 @@ class Line:
         except (OSError, ValueError):
             pass
         if not self._left and self.first is None:
-            self._hear({"code": "rank-failed", "rank": 0, "seen": f"rank 0 at {self._hub[0]} ended without a word"})
+            self._hear({"code": "rank-failed", "rank": 0, "seen": f"rank 0 on {self._hub[3]} ended without a word"})
         return None
 
     def _silence(self, seconds: float) -> dict:
         return {
             "code": "stalled",
             "rank": 0,
-            "seen": f"rank 0 at {self._hub[0]} has not been heard of for {seconds:.0f} s (stopped, or cut off)",
+            "seen": f"rank 0 on {self._hub[3]} has not been heard of for {seconds:.0f} s (stopped, or cut off)",
             "expected": f"a sign of life within {self.stall:.0f} s",
         }
 

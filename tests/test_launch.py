@@ -243,14 +243,14 @@ def test_mpi_ranks_that_cannot_find_their_master_say_so(script, environ, words):
 
 
 def test_a_late_master_is_waited_for(script):
-    with socket.socket() as late:
-        late.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(late.getsockname()[1])}
-        waiting = start_python(script("import allranks\nallranks.launch()\n"), RANK="1", WORLD_SIZE="2", **address)
+    port = str(free_port())
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    path = script("import allranks\nallranks.launch()\n")
+    with start_python(path, RANK="1", **address) as waiting:
         said = waiting.stderr.readline()
-        late.listen()
+        assert python(path, RANK="0", **address).returncode == 0
         waiting.communicate(timeout=30)
-    where = ":".join(address.values())
+    where = f"127.0.0.1:{port}"
     assert said.startswith(f"allranks: waiting for the master {where} (10 of 600 s): its host is up, its port is not")
     assert waiting.returncode == 0
 
