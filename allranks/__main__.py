@@ -1,4 +1,4 @@
-"""python -m allranks run | explain | simulate"""
+"""python -m allranks run | explain | doctor | simulate"""
 
 import os
 import sys
@@ -35,6 +35,13 @@ def _explain(as_json: bool) -> int:
 
 def _command(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
+    if args.verb == "doctor":
+        from allranks.doctor import doctor, list_errors
+
+        if not args.list_errors:
+            doctor(args.json, args.png, args.timeout)
+        print(list_errors())
+        return 0
     if not args.command:
         _parser().error(f"{args.verb}: which command? For example: python -m allranks {args.verb} python train.py")
     if args.verb == "simulate":
@@ -42,6 +49,9 @@ def _command(argv: list[str]) -> int:
 
         return simulate(args.command, args.launcher, args.nnodes, args.nproc_per_node)
     from allranks.launch import run, torchrun_command
+
+    if args.rendezvous_timeout:
+        os.environ["ALLRANKS_RENDEZVOUS_TIMEOUT"] = str(args.rendezvous_timeout)
 
     if args.dry_run:
         import shlex
@@ -61,10 +71,12 @@ def _parser():
         prog="python -m allranks",
         description="Distributed PyTorch that starts the first time, on whatever starts it.",
         epilog="Variables: NPROC_PER_NODE (ranks per node), ALLRANKS_LAUNCHER (which launcher is meant where two are "
-        "visible), ALLRANKS_RENDEZVOUS_TIMEOUT (seconds to wait for the other nodes, 600). Exit status: that of the "
-        "first rank that failed, 128 + the signal that stopped the job, or one of allranks' own (see the README).",
+        "visible), ALLRANKS_RENDEZVOUS_TIMEOUT (seconds to wait for the other nodes, 600), ALLRANKS_STALL_TIMEOUT "
+        "(seconds until a rank that does not answer, or keeps the others waiting, ends the job, 600), ALLRANKS_DEBUG (say "
+        "more). Exit status: that of the first rank that failed, 128 + the signal that stopped the job, or one of "
+        "allranks' own (`python -m allranks doctor --list-errors`).",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | explain | simulate")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | explain | doctor | simulate")
     run = verbs.add_parser(
         "run",
         help="run a script that expects torchrun's variables, unchanged, under any launcher",
@@ -75,6 +87,9 @@ def _parser():
         "--nproc-per-node", type=_positive, metavar="N", help="ranks on this node (default: its GPUs, or 1)"
     )
     run.add_argument("--no-fork", action="store_true", help="start a fresh interpreter for each rank")
+    run.add_argument(
+        "--rendezvous-timeout", type=_positive, metavar="SECONDS", help="to wait for the other nodes (default: 600)"
+    )
     run.add_argument("--dry-run", action="store_true", help="print the torchrun command for this node; start nothing")
     explain = verbs.add_parser(
         "explain",
@@ -82,6 +97,22 @@ def _parser():
         description="Show what this process's environment means, and start nothing.",
     )
     explain.add_argument("--json", action="store_true", help="one JSON object; null where a field is not known yet")
+    doctor = verbs.add_parser(
+        "doctor",
+        help="say what is wrong on this node, or on all nodes that it is started on",
+        description="Check this node and, started on every node by any launcher, what is between them: a row per "
+        "check, the speed of each pair, a verdict in the last line. Exit status: that of the worst error, else 0.",
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object")
+    doctor.add_argument("--list-errors", action="store_true", help="every status and code, what it means, what to do")
+    doctor.add_argument("--png", metavar="PATH", help="draw the speed of each pair")
+    doctor.add_argument(
+        "--timeout",
+        type=_positive,
+        default=30,
+        metavar="SECONDS",
+        help="to wait for the other nodes (default: 30)",
+    )
     simulate = verbs.add_parser(
         "simulate",
         help="run a command on a cluster of local processes",

@@ -235,10 +235,12 @@ def find_stalled(ranks: list[dict]) -> dict | None:
     """
     silent = [one for one in ranks if one["silent"] >= one["stall"]]
     if silent:
+        has = "has" if len(silent) == 1 else "have"
+        seen = f"{_names(silent)} {has} not been heard of for {silent[0]['silent']:.0f} s (stopped, or cut off)"
         return {
             "code": "stalled",
             "rank": silent[0]["rank"],
-            "seen": f"{_names(silent)} {_has(silent)} not been heard of for {silent[0]['silent']:.0f} s (stopped, or cut off)",
+            "seen": seen,
             "expected": f"a sign of life within {silent[0]['stall']:.0f} s",
             "pids": [(one["host"], one["pid"]) for one in silent],
         }
@@ -264,10 +266,6 @@ def find_stalled(ranks: list[dict]) -> dict | None:
 
 def _names(ranks: list[dict]) -> str:
     return ", ".join(one["name"] for one in ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-
-
-def _has(ranks: list[dict]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _doing(rank: dict) -> str:

@@ -29,6 +29,9 @@ def _read(path: str) -> str:
         return file.read()
 
 
+SMALL_SHM = 512 << 20  # bytes; Docker and Kubernetes give 64 MiB
+
+
 class Gpu(NamedTuple):
     """A GPU that this process may use, as the driver names it."""
 
@@ -80,7 +83,7 @@ def small_shared_memory(path: str = "/dev/shm") -> int | None:
     except OSError:
         return None
     size = there.f_blocks * there.f_frsize
-    return size if size < 256 << 20 else None
+    return size if size < SMALL_SHM else None
 
 
 def driver() -> tuple[str, int] | None:

@@ -263,6 +263,7 @@ def split_address(text: str, variable: str) -> tuple[str, int | None]:
         port = rest.removeprefix(":") or None
     elif host.count(":") == 1:
         host, port = host.split(":")
+    host = host.removesuffix(".")  # of an absolute name: /etc/hosts does not know it so
     if not host or any(c.isspace() for c in host):
         seen = f"{variable}={text!r}" if text else f"{variable} is empty"
         raise InvalidVariable(seen, "a host name or an address", "set it to the address of rank 0's node")

@@ -124,7 +124,7 @@ THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
         (BARE, {"launcher": "bare", "level": "process", "rank": 1, "local_rank": None, "nnodes": None}),
         (BARE | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, {"local_rank": 1, "local_world_size": 2}),
         (BARE | {"MASTER_ADDR": "fd00::1"}, {"launcher": "bare", "master_addr": "fd00::1", "master_port": 29400}),
-        (BARE | {"MASTER_ADDR": "node0.lan."}, {"master_addr": "node0.lan."}),
+        (BARE | {"MASTER_ADDR": "node0.lan."}, {"master_addr": "node0.lan"}),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"launcher": "bare", "master_addr": "127.0.0.1", "local_world_size": 1}),
         (THD, {"launcher": "thd", "level": "process", "rank": 2, "master_addr": "node0", "master_port": 29500}),
         (THD | {"MASTER_PORT": "1"}, {"master_port": 29500}),  # "worker nodes ignore it"

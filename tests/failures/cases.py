@@ -281,7 +281,11 @@ def node_paused(cluster):
 
 
 @case(
-    "33", "the master's node is paused", STALL + 15, {"node1": 84}, node1=r"stalled: rank 0 on node0 ha(s|ve) not been heard"
+    "33",
+    "the master's node is paused",
+    STALL + 15,
+    {"node1": 84},
+    node1=r"stalled: rank 0 on node0 ha(s|ve) not been heard",
 )
 def master_paused(cluster):
     nodes(cluster, nproc=2, STEPS=LONG, ALLRANKS_STALL_TIMEOUT=STALL)
