@@ -72,9 +72,9 @@ def _parser():
         description="Distributed PyTorch that starts the first time, on whatever starts it.",
         epilog="Variables: NPROC_PER_NODE (ranks per node), ALLRANKS_LAUNCHER (which launcher is meant where two are "
         "visible), ALLRANKS_RENDEZVOUS_TIMEOUT (seconds to wait for the other nodes, 600), ALLRANKS_STALL_TIMEOUT "
-        "(seconds until a rank that does not answer, or keeps the others waiting, ends the job, 600), ALLRANKS_DEBUG (say "
-        "more). Exit status: that of the first rank that failed, 128 + the signal that stopped the job, or one of "
-        "allranks' own (`python -m allranks doctor --list-errors`).",
+        "(seconds until a rank that does not answer, or keeps the others waiting, ends the job, 600), ALLRANKS_DEBUG "
+        "(say which interface was taken). Exit status: that of the first rank that failed, 128 + the signal that "
+        "stopped the job, or one of allranks' own (python -m allranks doctor --list-errors).",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | explain | doctor | simulate")
     run = verbs.add_parser(

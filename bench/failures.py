@@ -6,6 +6,7 @@ Each case is made twice in containers, with the same script. For each: seconds f
 all nodes concerned had ended, and whether what they printed names the cause: the ranks or hosts, or the setting.
 """
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -54,8 +55,8 @@ def main():
 
 HEADER = f"""# Failures, by allranks and by plain torchrun
 
-Each case of `tests/failures/cases.py`, made for real in containers with the same script (torch 2.5.1, gloo, CPUs), once:
-seconds until every node concerned had ended, and whether the output of each names the cause. torchrun was given
+Each case of `tests/failures/cases.py`, made for real in containers with the same script (torch 2.5.1, gloo, CPUs),
+once: seconds until every node concerned had ended, and whether the output of each names the cause. torchrun was given
 {PATIENCE} s. Written by `bench/failures.py`.
 
 | case | | allranks | torchrun |
@@ -65,10 +66,8 @@ seconds until every node concerned had ended, and whether the output of each nam
 def cell(client, case, plain):
     """`4 s, names the cause`: of the slowest node concerned."""
     with Cluster(client, "allranks-bench", plain) as cluster:
-        try:
+        with contextlib.suppress(AssertionError):  # it ended before the fault
             case.make(cluster)
-        except AssertionError:  # it ended before the fault
-            pass
         ends = cluster.wait(case.says, PATIENCE if plain else case.deadline)
     seconds = max(end.seconds for end in ends.values())
     comes_through = not any(case.statuses.values())
