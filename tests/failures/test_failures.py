@@ -1,20 +1,38 @@
 """The catalogue of failures, in containers: what is said, by whom, by when, with which status."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cases import CASES
+from cases import CASES, Case
 from cluster import Cluster
+
+AT_ONCE = 3  # clusters: they mostly wait
+
+
+@pytest.fixture(scope="module")
+def ends(engine, request):
+    """Case -> a future of its nodes' ends; the cases that this run has asked for, some at a time."""
+
+    def run(case: Case):
+        with Cluster(engine, f"allranks-failures-{CASES.index(case)}") as cluster:
+            case.make(cluster)
+            return cluster.wait(case.says, case.deadline)
+
+    asked = [
+        item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {case.title: pool.submit(run, case) for case in asked}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.number}: {case.title}")
-def test_a_failure(engine, case):
-    with Cluster(engine) as cluster:
-        case.make(cluster)
-        ends = cluster.wait(case.says, case.deadline)
-    logs = "\n".join(f"--- {name}: {end.status} after {end.seconds:.1f} s\n{end.log}" for name, end in ends.items())
+def test_a_failure(ends, case):
+    nodes = ends[case.title].result()
+    logs = "\n".join(f"--- {name}: {end.status} after {end.seconds:.1f} s\n{end.log}" for name, end in nodes.items())
     for name, words in case.says.items():
-        assert re.search(words, ends[name].log), logs
+        assert re.search(words, nodes[name].log), logs
     for name, status in case.statuses.items():
-        assert ends[name].status == status and ends[name].seconds <= case.deadline, logs
+        assert nodes[name].status == status and nodes[name].seconds <= case.deadline, logs
     assert logs.count("Traceback (most recent call last)") <= case.tracebacks, logs
