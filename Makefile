@@ -7,7 +7,7 @@ VENV := .venv/bin
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/done ## a cluster of 2 nodes x 2 ranks on this machine, without Docker, trains MNIST
 	@$(VENV)/python -m allranks simulate --launcher sing --nnodes 2 --nproc-per-node 2 \
@@ -23,10 +23,32 @@ lint: .venv/done ## ruff, hadolint, shellcheck, yamllint
 	$(VENV)/yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 120}}}' compose k8s tests
 
 build: ## the images: allranks-base, pytorch-dist-mnist, pytorch-ddp
-	docker build -t $(BASE) -f images/base/Dockerfile --build-arg BASE_IMAGE --build-arg REVISION=$(REVISION) \
-	  --build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg CUDA_VERSION=$(CUDA_VERSION) .
-	docker build -t $(DIST_MNIST) --build-arg BASE=$(BASE) images/pytorch-dist-mnist
-	docker build -t $(DDP) --build-arg BASE=$(BASE) images/pytorch-ddp
+	docker build -t $(BASE) $(BASE_ARGS) .
+	docker build -t $(BASE) $(BASE_ARGS) --build-arg PYTHON_VERSION="$$(docker run --rm --network none $(BASE) \
+	  python -c 'import platform; print(platform.python_version())')" .
+	docker build -t $(DIST_MNIST) --build-arg BASE=$(BASE) --build-arg SOURCE_DATE_EPOCH=$(EPOCH) images/pytorch-dist-mnist
+	docker build -t $(DDP) --build-arg BASE=$(BASE) --build-arg SOURCE_DATE_EPOCH=$(EPOCH) images/pytorch-ddp
+	scripts/sizes.sh $(IMAGES)
+BASE_ARGS = -f images/base/Dockerfile --build-arg SOURCE_DATE_EPOCH=$(EPOCH) --build-arg REVISION=$(REVISION) \
+  --build-arg CREATED=$(CREATED) --build-arg BASE_IMAGE --build-arg BASE_DIGEST=$(BASE_DIGEST) \
+  $(foreach name,TORCH TORCHVISION TORCH_CUDA NCCL CUDNN CUDA,--build-arg $(name)_VERSION=$($(name)_VERSION))
+BASE_DIGEST = $(shell docker image inspect $(BASE_IMAGE) \
+  --format '{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' 2>/dev/null | sed 's/.*@//')
+EPOCH := $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
+CREATED := $(shell TZ=UTC0 git log -1 --date=format-local:%Y-%m-%dT%H:%M:%SZ --format=%cd 2>/dev/null)
+IMAGES := $(BASE) $(DIST_MNIST) $(DDP)
+
+sizes: ## how large the images are; fails where one is over its budget (.env)
+	@scripts/sizes.sh $(IMAGES)
+
+sbom: .venv/done ## what the images hold, as SPDX and CycloneDX, and the licences of it, in build/sbom
+	@scripts/sbom.sh $(IMAGES)
+
+push: ## the images to REGISTRY=host:port/namespace, by three tags each; reads their digests back
+	@scripts/push.sh $(IMAGES)
+
+pull-test: ## run the pushed images by their digests
+	@scripts/push.sh --pull-test $(IMAGES)
 
 up: ## the cluster of compose/, on the GPU where there is one; builds the image if it is missing
 	@docker image inspect $(DIST_MNIST) >/dev/null 2>&1 || $(MAKE) build
@@ -50,5 +72,5 @@ clean: ## remove .venv
 	echo $(CURDIR) > "$$($(VENV)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/allranks.pth"
 	touch $@
 
-.PHONY: help demo test lint build up lock clean
+.PHONY: help demo test lint build sizes sbom push pull-test up lock clean
 .DEFAULT_GOAL := help

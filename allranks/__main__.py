@@ -1,4 +1,4 @@
-"""python -m allranks run | explain | doctor | simulate"""
+"""python -m allranks run | explain | doctor | health | simulate"""
 
 import os
 import sys
@@ -11,6 +11,8 @@ def main(argv: list[str]) -> int:
     try:
         if argv[:1] == ["explain"] and set(argv[1:]) <= {"--json"}:
             return _explain("--json" in argv)  # in a few milliseconds: no option parser, no torch
+        if argv == ["health"]:
+            return _health()
         return _command(argv)
     except AllranksError as error:
         say(str(error))
@@ -31,6 +33,14 @@ def _explain(as_json: bool) -> int:
     for line in explain(world, os.environ):
         print(line)
     return 0
+
+
+def _health() -> int:
+    from allranks.health import problem
+
+    line = problem()
+    print(line or "ok")
+    return int(line is not None)
 
 
 def _command(argv: list[str]) -> int:
@@ -76,7 +86,7 @@ def _parser():
         "(say which interface was taken). Exit status: that of the first rank that failed, 128 + the signal that "
         "stopped the job, or one of allranks' own (python -m allranks doctor --list-errors).",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | explain | doctor | simulate")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | explain | doctor | health | simulate")
     run = verbs.add_parser(
         "run",
         help="run a script that expects torchrun's variables, unchanged, under any launcher",
@@ -112,6 +122,11 @@ def _parser():
         default=30,
         metavar="SECONDS",
         help="to wait for the other nodes (default: 30)",
+    )
+    verbs.add_parser(
+        "health",
+        help="exit 1 where a rank of this container has not moved for two minutes (for probes)",
+        description="Exit 1, and say which, where a rank of this container has not moved for two minutes; else 0.",
     )
     simulate = verbs.add_parser(
         "simulate",

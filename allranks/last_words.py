@@ -121,6 +121,7 @@ def _excepthook(kind, error, tb) -> None:
 
 
 def _end(status: int) -> None:
+    leave()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)

@@ -9,7 +9,7 @@ from allranks.agent import HUB, may_fork, rank_name, supervise, watch_from_envir
 from allranks.errors import AllranksError, CannotStart, InvalidVariable, MissingVariable
 from allranks.hub import Hub
 from allranks.launchers import BY_NAME
-from allranks.mend import mend
+from allranks.mend import check_driver, mend
 from allranks.mpi import find_master
 from allranks.network import check_port_free, free_port, own_name, say
 from allranks.resolve import World, overlooked, resolve
@@ -100,6 +100,7 @@ def _launch(
     world = resolve(os.environ, sys.argv, needs_master=meet)
     if line := overlooked(world, os.environ):
         say(f"warning: {line}")
+    _look_at_gpus(world)
     if (world.nnodes, world.world_size) != (1, 1):
         interfaces.check_named(os.environ)
     if world.host_addr:
@@ -116,6 +117,16 @@ def _launch(
     _set_omp_threads(nproc)
     supervise(world, nproc, script if fork and may_fork() else None, _rendezvous_timeout(), hub, own_hub)
     raise AssertionError("the parent of the ranks never returns")
+
+
+def _look_at_gpus(world: World) -> None:
+    """Say at once, and once per node, that the driver is too old, or that an image for GPUs has none."""
+    if machine.gpus():
+        check_driver()
+        return
+    for_gpus = os.environ.get("NVIDIA_VISIBLE_DEVICES", "void") not in ("void", "none", "")
+    if for_gpus and not world.local_rank and not _is_started_by_us() and machine.driver() is None:
+        say("no GPU here, training on the CPU (docker run --gpus all, on Kubernetes a limit of nvidia.com/gpu)")
 
 
 def _enter(world: World, meet: bool) -> World:

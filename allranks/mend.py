@@ -97,22 +97,27 @@ def _check_groups(dist) -> None:
     c10d.init_process_group = dist.init_process_group = init_process_group
 
 
-def check_nccl(environ) -> None:
-    """Raise GpuUnusable where nccl cannot work: no GPU for this rank, or a driver older than the wheel needs."""
+def check_driver() -> None:
+    """Raise GpuUnusable where the NVIDIA driver is older than this torch needs."""
     import torch
 
-    seen = machine.gpus()
-    rank, local_rank = environ["RANK"], int(environ["LOCAL_RANK"])
     offered, needed = machine.driver(), int((torch.version.cuda or "0").split(".")[0])
     if offered and offered[1] < needed:
         raise GpuUnusable(
             f"the NVIDIA driver {offered[0]} offers CUDA {offered[1]}, and this torch {torch.__version__} is built "
             f"for CUDA {torch.version.cuda}",
             f"a driver of {OLDEST_DRIVER.get(needed, 'a later release')} or newer",
-            "renew the driver of the host, or train with gloo",
+            "renew the driver of the host, or set CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
+
+
+def check_nccl(environ) -> None:
+    """Raise GpuUnusable where nccl cannot work: no GPU for this rank, or one for two."""
+    seen = machine.gpus()
+    rank, local_rank = environ["RANK"], int(environ["LOCAL_RANK"])
     if not seen:
-        why = "the container was started without --gpus all" if offered is None else "CUDA_VISIBLE_DEVICES hides them"
+        hidden = machine.driver() is not None
+        why = "CUDA_VISIBLE_DEVICES hides them" if hidden else "the container was started without --gpus all"
         raise GpuUnusable(f"nccl asked for, and rank {rank} sees no GPU ({why}?)", "a GPU for each rank")
     if local_rank >= len(seen):
         raise GpuUnusable(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from allranks import machine
 from allranks.errors import BY_CODE, AllranksError, RankFailed
+from allranks.health import Sign
 from allranks.hub import ASLEEP, SETTLE_PARENT, Hub
 from allranks.position import Position
 
@@ -35,6 +36,7 @@ class Line:
         self.stall = float(os.environ.get("ALLRANKS_STALL_TIMEOUT", STALL))
         self._who = who | {"token": hub[2], "oom": machine.out_of_memory_kills()}
         self._position = Position()
+        self._sign = Sign()
         self._lock = threading.Lock()
         self.first: dict | None = None
         self.known = threading.Event()
@@ -70,6 +72,7 @@ class Line:
 
     def close(self) -> None:
         self.leave()
+        self._sign.remove()
         with self._lock:
             self._sock.close()
 
@@ -107,7 +110,9 @@ class Line:
                 woke = now
                 if now >= next_beat:
                     next_beat = now + BEAT
-                    self._say(self._position.now() | {"oom": machine.out_of_memory_kills(), "stall": self.stall})
+                    position = self._position.now()
+                    self._sign.moved(position["still"])
+                    self._say(position | {"oom": machine.out_of_memory_kills(), "stall": self.stall})
                 if now - heard > self.stall:
                     return self._hear(self._silence(now - heard))
                 self._sock.settimeout(max(0.01, next_beat - now))

@@ -1,11 +1,16 @@
 """The images, through the Docker SDK: what is in them, who runs, what may be taken away from them."""
 
+import contextlib
+import json
 import os
+import re
+import shutil
 import subprocess
+import tarfile
 import time
 
 import pytest
-from conftest import IMAGES, ROOT, done_lines, wait_until
+from conftest import IMAGES, ROOT, done_lines, run, wait_until
 
 BASE, IMAGE, DDP = IMAGES
 HARDENED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "user": "12345:0"}
@@ -46,15 +51,112 @@ def versions():
 @pytest.mark.parametrize("image", IMAGES)
 def test_labels_say_what_is_inside(engine, output, image):
     labels = engine.images.get(image).labels
-    code = "import torch, torchvision, numpy, pytest, docker; print(torch.__version__, torchvision.__version__)"
-    torch, torchvision = output(["python", "-c", code], image)[1].split()
-    assert torch.split("+")[0] == labels["ai.allranks.torch"] == versions()["TORCH_VERSION"]
-    assert torchvision.split("+")[0] == versions()["TORCHVISION_VERSION"]
-    assert (
-        labels["org.opencontainers.image.version"] == f"{versions()['TORCH_VERSION']}-cuda{versions()['CUDA_VERSION']}"
-    )
+    inside = {"bind": "/versions.py", "mode": "ro"}
+    seen = output("python /versions.py", image, volumes={str(ROOT / "images/base/versions.py"): inside})[1]
+    for name, version in json.loads(seen).items():
+        assert labels[f"ai.allranks.{name.replace('_', '-')}"] == version
+    known = versions()
+    assert labels["ai.allranks.torch"] == known["TORCH_VERSION"]
+    assert labels["org.opencontainers.image.version"] == f"{known['TORCH_VERSION']}-cuda{known['CUDA_VERSION']}"
     assert labels["org.opencontainers.image.title"] == image
-    assert labels["org.opencontainers.image.revision"]
+    for name in ("revision", "created", "description", "vendor", "base.name", "base.digest"):
+        assert labels[f"org.opencontainers.image.{name}"], name
+    environ = dict(entry.split("=", 1) for entry in engine.images.get(image).attrs["Config"]["Env"])
+    assert environ["NVIDIA_REQUIRE_CUDA"].startswith("cuda>=12.2")
+    assert (environ["NVIDIA_VISIBLE_DEVICES"], environ["NVIDIA_DRIVER_CAPABILITIES"]) == ("all", "compute,utility")
+
+
+def test_a_label_that_is_not_true_fails_the_build(output):
+    inside = {str(ROOT / "images/base/versions.py"): {"bind": "/versions.py", "mode": "ro"}}
+    status, _, err = output("python /versions.py torch=2.5.1 nccl=2.99.0", BASE, volumes=inside)
+    assert (status, err.count("\n")) == (1, 1) and "holds nccl 2.21.5; expected 2.99.0" in err
+
+
+def test_sizes_keep_to_their_budget(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/sizes.sh", tmp_path / "scripts")
+    budgets = (ROOT / ".env").read_text()
+    for text, status in ((budgets, 0), (budgets.replace("BASE_BUDGET=5300", "BASE_BUDGET=53"), 1)):
+        (tmp_path / ".env").write_text(text)
+        done = run(tmp_path / "scripts/sizes.sh", *IMAGES)
+        assert done.returncode == status, done.stdout + done.stderr
+    assert f"{BASE} has grown to" in done.stderr
+
+
+COMPILED = """
+import torch, torchvision
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+torch.testing.assert_close(torch.compile(model)(torch.ones(2, 8)), model(torch.ones(2, 8)))
+import triton.runtime.driver, triton.compiler
+print("compiled", torchvision.ops.nms(torch.tensor([[0., 0, 1, 1]]), torch.ones(1), 0.5).tolist())
+"""
+
+
+def test_torch_compile_works(output):
+    status, out, err = output(["python", "-c", COMPILED], BASE)
+    assert (status, out) == (0, "compiled [0]\n"), err
+    # on a GPU Triton compiles a launcher against Python's headers
+    headers = "import sysconfig; print(sysconfig.get_path('include'))"
+    build = f'gcc -xc -c - -o /dev/null -I"$(python -c "{headers}")" <<<"#include <Python.h>"'
+    assert output(["bash", "-c", build], BASE)[0] == 0
+
+
+STRANGER = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("trained", os.environ["LOCAL_RANK"], dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def test_the_readmes_dockerfile_runs_a_strangers_script(engine, output, tmp_path):
+    [recipe] = re.findall(r"```dockerfile\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "Dockerfile").write_text(recipe)
+    (tmp_path / "train.py").write_text(STRANGER)
+    tag = f"allranks-stranger-{os.getpid()}"
+    assert run("docker", "build", "-q", "-t", tag, tmp_path).returncode == 0
+    try:
+        status, out, err = output(None, tag, **HARDENED)
+        assert (status, sorted(out.splitlines())) == (0, ["trained 0 2", "trained 1 2"]), err
+    finally:
+        engine.images.remove(tag)
+
+
+def test_health_tells_a_rank_that_trains_from_one_that_does_not(start):
+    container = start("python dist.py --epochs 1000", environment={"NPROC_PER_NODE": "2"})
+    assert container.attrs["Config"]["Healthcheck"]["Test"] == ["CMD", "python", "-m", "allranks", "health"]
+    wait_until(lambda: b"epoch 1 " in container.logs(), timeout=120)
+    ask = ["python", "-c", "from allranks.health import problem; print(problem(within=4))"]
+    assert container.exec_run("python -m allranks health") == (0, b"ok\n")
+    assert container.exec_run(ask).output == b"None\n"
+    rank = (
+        container.exec_run(["bash", "-c", "ls /tmp | sed -n 's/allranks-alive-//p' | tail -1"]).output.decode().strip()
+    )
+    container.exec_run(["kill", "-STOP", rank])
+    wait_until(lambda: f"process {rank} has not moved for".encode() in container.exec_run(ask).output, timeout=30)
+
+
+def test_no_file_is_setuid(output):
+    assert output(["find", "/", "-xdev", "-perm", "/6000", "-type", "f"], BASE, user="0")[1] == ""
+
+
+def test_no_layer_has_keys_caches_or_tokens():
+    """Also those that a later layer hides: on the layers as they are saved and pushed."""
+    secret = re.compile(
+        r"ssh_host_|id_(rsa|ed25519|ecdsa)|authorized_keys|\.netrc|\.pypirc|\.docker/config|\.git/|token$|"
+        r"(^|/)root/\.cache/.|home/[^/]+/\.cache/.|var/lib/apt/lists/.*Packages"
+    )
+    found, layers = [], 0
+    with subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE) as saved:
+        with tarfile.open(fileobj=saved.stdout, mode="r|") as archive:
+            for blob in archive:
+                if blob.isfile() and blob.size > 1024 and not blob.name.endswith(".json"):
+                    with contextlib.suppress(tarfile.ReadError):  # a manifest
+                        with tarfile.open(fileobj=archive.extractfile(blob), mode="r|*") as layer:
+                            found += [member.name for member in layer if secret.search(member.name)]
+                            layers += 1
+    assert layers > 8 and [name for name in found if not name.startswith("etc/ssl/certs")] == []
 
 
 @pytest.mark.parametrize("image", IMAGES[1:])

@@ -24,7 +24,7 @@ CORE = [
     pytest.param(document, id=f"{name}-{document['kind']}-{document['metadata']['name']}")
     for name, documents in MANIFESTS.items()
     for document in documents
-    if "." not in document["apiVersion"]
+    if "." not in document["apiVersion"] or document["apiVersion"].startswith("networking.k8s.io")
 ]
 LABEL = "nvidia.com/gpu.present=true"
 
@@ -33,12 +33,23 @@ LABEL = "nvidia.com/gpu.present=true"
 
 
 def test_the_manifests_are_all_there():
-    assert MANIFESTS.keys() == {"job", "pods", "indexed-job", "jobset", "pytorchjob", "trainjob"}
+    assert MANIFESTS.keys() == {"job", "pods", "indexed-job", "jobset", "pytorchjob", "trainjob", "networkpolicy"}
 
 
 @pytest.mark.parametrize("document", CORE)
 def test_core_kinds_are_strictly_valid(document):
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_network_policy_lets_in_the_jobs_own_pods_and_nobody_else():
+    [policy] = [document["spec"] for document in MANIFESTS["networkpolicy"]]
+    pods = [document["spec"]["template"]["metadata"]["labels"] for document in MANIFESTS["pods"][1:]]
+    assert policy["policyTypes"] == ["Ingress"] and len(pods) == 2
+    for selector in (
+        policy["podSelector"],
+        *(one["podSelector"] for rule in policy["ingress"] for one in rule["from"]),
+    ):
+        assert all(selector["matchLabels"].items() <= labels.items() for labels in pods) and selector["matchLabels"]
 
 
 def pod_specs():
