@@ -148,14 +148,17 @@ def test_no_layer_has_keys_caches_or_tokens():
         r"(^|/)root/\.cache/.|home/[^/]+/\.cache/.|var/lib/apt/lists/.*Packages"
     )
     found, layers = [], 0
-    with subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE) as saved:
-        with tarfile.open(fileobj=saved.stdout, mode="r|") as archive:
-            for blob in archive:
-                if blob.isfile() and blob.size > 1024 and not blob.name.endswith(".json"):
-                    with contextlib.suppress(tarfile.ReadError):  # a manifest
-                        with tarfile.open(fileobj=archive.extractfile(blob), mode="r|*") as layer:
-                            found += [member.name for member in layer if secret.search(member.name)]
-                            layers += 1
+    saved = subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE)
+    with saved, tarfile.open(fileobj=saved.stdout, mode="r|") as archive:
+        for blob in archive:
+            if not blob.isfile() or blob.size <= 1024 or blob.name.endswith(".json"):
+                continue
+            with (
+                contextlib.suppress(tarfile.ReadError),  # a manifest
+                tarfile.open(fileobj=archive.extractfile(blob), mode="r|*") as layer,
+            ):
+                found += [member.name for member in layer if secret.search(member.name)]
+                layers += 1
     assert layers > 8 and [name for name in found if not name.startswith("etc/ssl/certs")] == []
 
 
