@@ -36,7 +36,7 @@ class Line:
         self.stall = float(os.environ.get("ALLRANKS_STALL_TIMEOUT", STALL))
         self._who = who | {"token": hub[2], "oom": machine.out_of_memory_kills()}
         self._position = Position()
-        self._sign = Sign()
+        self._sign = Sign() if "rank" in who else None  # a parent only waits
         self._lock = threading.Lock()
         self.first: dict | None = None
         self.known = threading.Event()
@@ -72,7 +72,8 @@ class Line:
 
     def close(self) -> None:
         self.leave()
-        self._sign.remove()
+        if self._sign:
+            self._sign.remove()
         with self._lock:
             self._sock.close()
 
@@ -111,7 +112,8 @@ class Line:
                 if now >= next_beat:
                     next_beat = now + BEAT
                     position = self._position.now()
-                    self._sign.moved(position["still"])
+                    if self._sign:
+                        self._sign.moved(position["still"])
                     self._say(position | {"oom": machine.out_of_memory_kills(), "stall": self.stall})
                 if now - heard > self.stall:
                     return self._hear(self._silence(now - heard))

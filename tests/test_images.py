@@ -120,7 +120,7 @@ def test_the_readmes_dockerfile_runs_a_strangers_script(engine, output, tmp_path
         status, out, err = output(None, tag, **HARDENED)
         assert (status, sorted(out.splitlines())) == (0, ["trained 0 2", "trained 1 2"]), err
     finally:
-        engine.images.remove(tag)
+        engine.images.remove(tag, force=True)
 
 
 def test_health_tells_a_rank_that_trains_from_one_that_does_not(start):
@@ -144,7 +144,7 @@ def test_no_file_is_setuid(output):
 def test_no_layer_has_keys_caches_or_tokens():
     """Also those that a later layer hides: on the layers as they are saved and pushed."""
     secret = re.compile(
-        r"ssh_host_|id_(rsa|ed25519|ecdsa)|authorized_keys|\.netrc|\.pypirc|\.docker/config|\.git/|token$|"
+        r"ssh_host_|id_(rsa|ed25519|ecdsa)|authorized_keys|\.netrc|\.pypirc|\.docker/config|\.git/|(^|/)\.?token$|"
         r"(^|/)root/\.cache/.|home/[^/]+/\.cache/.|var/lib/apt/lists/.*Packages"
     )
     found, layers = [], 0

@@ -158,11 +158,12 @@ def two_networks(cluster):
         cluster.start(f"node{rank}", rank, first_network=cluster.add_network(f"other{rank}"))
 
 
-@case(
-    "14", "an interface that is not there", 10, 79, node0=r"no-interface: GLOO_SOCKET_IFNAME=ens3: .* one of lo, eth0"
-)
+NO_ENS3 = r"no-interface: GLOO_SOCKET_IFNAME=ens3: .* one of lo, eth0"
+
+
+@case("14", "an interface that is not there", 10, 79, node0=NO_ENS3, node1=NO_ENS3)
 def interface(cluster):
-    cluster.start("node0", 0, GLOO_SOCKET_IFNAME="ens3")
+    nodes(cluster, GLOO_SOCKET_IFNAME="ens3")
 
 
 PEERS = r"peer-unreachable: every host reaches the store at node0:29500, but not node\d to node\d \("
