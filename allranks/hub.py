@@ -14,6 +14,7 @@ import time
 TICK = 0.2  # seconds between two looks at all lines
 SETTLE = 0.7  # seconds until the end of a line, or an error that others may have caused, is taken for the cause
 SETTLE_PARENT = 3.0  # the same where the rank's parent can be expected to say how it ended
+HELLO = 30.0  # seconds for whoever connects to say who it is
 ASLEEP = 5.0  # a pause of our own as long as this means that this process was stopped, and not the others
 
 
@@ -93,6 +94,8 @@ class Hub:
             if int(now) != int(last):
                 self._tell({"beat": 1})
             last = now
+            for member in [one for one in self._members if not one.who and now - one.heard > HELLO]:
+                self._drop(member)
             if self._token and not self._first:
                 self._decide(now)
 
@@ -147,7 +150,7 @@ class Hub:
             else:
                 self._declare(message["failed"])
         elif "left" in message:
-            member.left = True
+            member.left = bool(message["left"])
         elif "batches" in message:
             self._compare_batches(member, message["loader"], message["batches"])
         else:

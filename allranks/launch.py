@@ -100,6 +100,7 @@ def _launch(
     world = resolve(os.environ, sys.argv, needs_master=meet)
     if line := overlooked(world, os.environ):
         say(f"warning: {line}")
+    _seconds("ALLRANKS_STALL_TIMEOUT", "600")
     _look_at_gpus(world)
     if (world.nnodes, world.world_size) != (1, 1):
         interfaces.check_named(os.environ)
@@ -297,9 +298,11 @@ def _leave_pid_1() -> None:
 
 def _rendezvous_timeout() -> float:
     """Seconds to wait for the other nodes."""
-    text = os.environ.get("ALLRANKS_RENDEZVOUS_TIMEOUT", "600")
+    return _seconds("ALLRANKS_RENDEZVOUS_TIMEOUT", "600")
+
+
+def _seconds(variable: str, default: str) -> float:
+    text = os.environ.get(variable, default)
     if not text.isdecimal() or int(text) == 0:
-        raise InvalidVariable(
-            f"ALLRANKS_RENDEZVOUS_TIMEOUT={text!r}", "whole seconds, 1 or more", "correct or unset it"
-        )
+        raise InvalidVariable(f"{variable}={text!r}", "whole seconds, 1 or more", "correct or unset it")
     return float(text)

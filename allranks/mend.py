@@ -84,8 +84,10 @@ def _check_groups(dist) -> None:
                 check_nccl(os.environ)
         except AllranksError as error:
             last_words.end_with(error)
-        if timeout is not None and (line := last_words.line()) and "ALLRANKS_STALL_TIMEOUT" not in os.environ:
-            line.stall = timeout.total_seconds()
+        if line := last_words.line():
+            line.leave(False)
+            if timeout is not None and "ALLRANKS_STALL_TIMEOUT" not in os.environ:
+                line.stall = timeout.total_seconds()
         if store is None and init_method in (None, "env://") and (number := next(groups)):
             longest = timeout or timedelta(minutes=30)
             store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=longest))

@@ -1,5 +1,6 @@
 """While the ranks train: each has a line (a TCP connection) to the hub, kept by a thread outside of training."""
 
+import contextlib
 import json
 import os
 import socket
@@ -41,7 +42,7 @@ class Line:
         self.first: dict | None = None
         self.known = threading.Event()
         self._loaders: dict[int, threading.Event] = {}
-        self._left = self._reporting = False
+        self._left = self._closed = self._reporting = False
         self._sock = socket.create_connection(hub[:2], 10.0)
         os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._run, name="allranks watch", daemon=True)
@@ -64,22 +65,27 @@ class Line:
     def name(self) -> str:
         return self._who["name"]
 
-    def leave(self) -> None:
-        """From here on this process needs nobody, and nobody needs it."""
-        if not self._left:
-            self._left = True
-            self._say({"left": 1})
+    def leave(self, left: bool = True) -> None:
+        """From here on this process needs nobody, and nobody needs it; or, left=False, it does again."""
+        if self._left != left:
+            self._left = left
+            self._say({"left": left})
 
     def close(self) -> None:
         self.leave()
+        self._closed = True
         if self._sign:
             self._sign.remove()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if threading.current_thread() is not self._thread:
+            self._thread.join(GRACE)
         with self._lock:
             self._sock.close()
 
     def _forget(self) -> None:
         """In a fork of this process: the line is its parent's, and ends when that does."""
-        self._left = True
+        self._left = self._closed = True
         if self._sock.fileno() >= 0:
             os.close(self._sock.detach())
 
@@ -90,11 +96,8 @@ class Line:
         self._loaders[loader].wait(BEAT / 2)
 
     def _say(self, message: dict) -> None:
-        try:
-            with self._lock:
-                self._sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass  # the thread finds out
+        with contextlib.suppress(OSError), self._lock:  # the thread finds out
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def _run(self) -> None:
         data = heard = None
@@ -104,7 +107,7 @@ class Line:
             self._say(self._who | {"stall": self.stall})
             buffer, heard, woke = b"", time.monotonic(), time.monotonic()
             next_beat = 0.0
-            while not self._left and self.first is None:
+            while not self._closed and self.first is None:
                 now = time.monotonic()
                 if now - woke > ASLEEP:
                     heard = now
@@ -148,11 +151,13 @@ class Line:
         elif "loader" in message and message["loader"] in self._loaders:
             self._loaders[message["loader"]].set()
         elif "bye" in message:
-            self._left = True
+            self._left = self._closed = True
         elif "warning" in message and self._on_warning:
             self._on_warning(message["warning"])
 
     def _hear(self, record: dict) -> None:
+        if self._left:
+            return
         self.first = record
         self.known.set()
         if not self._reporting:

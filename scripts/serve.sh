@@ -43,6 +43,8 @@ fi
 [[ -n ${PET_STANDALONE:-} ]] || unset PET_STANDALONE # Kubeflow sets it empty, and torchrun wants a number
 
 if [[ -n ${PET_RDZV_ENDPOINT:-} ]]; then # an elastic job: torchrun itself reads the rest
+  # a store for each round: in a shared one, torch 2.5's agents look for each other under different keys after a restart
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   exec torchrun -m allranks run "$@"
 fi
 # each rank goes through allranks, too: whole lines of output, and no gloo group that hangs at its end (allranks/mend.py)

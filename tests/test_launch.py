@@ -266,6 +266,7 @@ def test_a_late_master_is_waited_for(script):
         ({"MASTER_PORT": "1"}, 70, "master-refused: 127.0.0.1 (127.0.0.1) refuses"),
         ({"RANK": "x"}, 66, "invalid-variable: RANK='x'"),
         ({"ALLRANKS_RENDEZVOUS_TIMEOUT": "0"}, 66, "invalid-variable: ALLRANKS_RENDEZVOUS_TIMEOUT='0'"),
+        ({"ALLRANKS_STALL_TIMEOUT": "1m"}, 66, "invalid-variable: ALLRANKS_STALL_TIMEOUT='1m'"),
     ],
 )
 def test_what_stops_a_start_is_said_in_one_line(script, environ, status, words):
