@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -84,13 +85,15 @@ def _watch(world: World, nproc: int, hub: tuple) -> Line:
     ranks = f"{world.node_rank * nproc} to {world.node_rank * nproc + nproc - 1}"
     name = f"node {world.node_rank} ({own_name()}, ranks {ranks})"
 
-    def stop(record: dict) -> None:
+    def stop(record: dict, ended: threading.Event) -> None:
         for host, pid in record.get("pids", ()):  # a stopped process would not answer to less
             if host == socket.gethostname() and _is_ours(pid):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(2 * GRACE)  # the ranks end by themselves, as far as they have a line
+        if ended.wait(2 * GRACE):  # the ranks end by themselves, as far as they have a line
+            return
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5 * GRACE)  # torch's agent may wait for the other nodes, for up to five minutes
+        if ended.wait(5 * GRACE):  # torch's agent may wait for the other nodes, for up to five minutes
+            return
         say(str(error_of(record)))
         os._exit(error_of(record).status)
 

@@ -38,10 +38,13 @@ class Hub:
 
     GREETING = b"allranks 1\n"
 
-    def __init__(self):
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=dual)
+    def __init__(self, for_this_host: bool = False):
+        if for_this_host:
+            self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        else:  # which address the others will take is not known yet
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            self._listener = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=dual)
         self.port = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)

@@ -132,9 +132,10 @@ def _say_once(record: dict) -> None:
         say(str(error_of(record)))
 
 
-def _stop(record: dict) -> None:
+def _stop(record: dict, ended: threading.Event) -> None:
     """Another rank was first, or this one is what the others wait for: end, if need be from outside."""
-    time.sleep(GRACE)
+    if ended.wait(GRACE):
+        return
     if not _quiet:
         _say_once(record)
     _end(error_of(record).status)

@@ -193,7 +193,7 @@ def _meet_nodes(world: World, nproc: int) -> tuple[World, tuple, Hub | None]:
         interfaces.choose(None, os.environ)
         _share_gpus(len(seen) and nproc > len(seen) and f"{nproc} ranks have {len(seen)} GPU(s)")
         token = os.urandom(8).hex()
-        hub = Hub().watch(token)
+        hub = Hub(for_this_host=True).watch(token)
         return world, ("127.0.0.1", hub.port, token, own_name()), hub
     met = _shake_hands(world, nproc)
     return world, met.hub, met.own_hub

@@ -28,11 +28,18 @@ def error_of(record: dict) -> AllranksError:
 class Line:
     """This process's end: says that it lives, and hears who failed first.
 
-    who: name (for people), host, and rank or node, world_size. on_first: called in the line's thread, once.
+    who: name (for people), host, and rank or node, world_size. on_first: called in the line's
+    thread, once, with what the hub decided and an event that this process's own end sets.
     on_warning: what the hub has to say to people. hub: (address, port, token, host).
     """
 
-    def __init__(self, hub: tuple[str, int, str, str], who: dict, on_first: Callable[[dict], None], on_warning=None):
+    def __init__(
+        self,
+        hub: tuple[str, int, str, str],
+        who: dict,
+        on_first: Callable[[dict, threading.Event], None],
+        on_warning=None,
+    ):
         self._hub, self._on_first, self._on_warning = hub, on_first, on_warning
         self.stall = float(os.environ.get("ALLRANKS_STALL_TIMEOUT", STALL))
         self._who = who | {"token": hub[2], "oom": machine.out_of_memory_kills()}
@@ -42,7 +49,8 @@ class Line:
         self.first: dict | None = None
         self.known = threading.Event()
         self._loaders: dict[int, threading.Event] = {}
-        self._left = self._closed = self._reporting = False
+        self._left = self._reporting = False
+        self._closed = threading.Event()
         self._sock = socket.create_connection(hub[:2], 10.0)
         os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._run, name="allranks watch", daemon=True)
@@ -73,7 +81,7 @@ class Line:
 
     def close(self) -> None:
         self.leave()
-        self._closed = True
+        self._closed.set()
         if self._sign:
             self._sign.remove()
         with contextlib.suppress(OSError):
@@ -85,7 +93,8 @@ class Line:
 
     def _forget(self) -> None:
         """In a fork of this process: the line is its parent's, and ends when that does."""
-        self._left = self._closed = True
+        self._left = True
+        self._closed.set()
         if self._sock.fileno() >= 0:
             os.close(self._sock.detach())
 
@@ -107,7 +116,7 @@ class Line:
             self._say(self._who | {"stall": self.stall})
             buffer, heard, woke = b"", time.monotonic(), time.monotonic()
             next_beat = 0.0
-            while not self._closed and self.first is None:
+            while not self._closed.is_set() and self.first is None:
                 now = time.monotonic()
                 if now - woke > ASLEEP:
                     heard = now
@@ -151,7 +160,8 @@ class Line:
         elif "loader" in message and message["loader"] in self._loaders:
             self._loaders[message["loader"]].set()
         elif "bye" in message:
-            self._left = self._closed = True
+            self._left = True
+            self._closed.set()
         elif "warning" in message and self._on_warning:
             self._on_warning(message["warning"])
 
@@ -161,4 +171,4 @@ class Line:
         self.first = record
         self.known.set()
         if not self._reporting:
-            self._on_first(record)
+            self._on_first(record, self._closed)

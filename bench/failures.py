@@ -68,7 +68,7 @@ def cell(client, case, plain):
     with Cluster(client, "allranks-bench", plain) as cluster:
         with contextlib.suppress(AssertionError):  # it ended before the fault
             case.make(cluster)
-        ends = cluster.wait(case.says, PATIENCE if plain else case.deadline)
+        ends = cluster.wait(case.concerns, PATIENCE if plain else case.deadline)
     seconds = max(end.seconds for end in ends.values())
     comes_through = not any(case.statuses.values())
     if any(end.status is None for end in ends.values()):
@@ -76,7 +76,7 @@ def cell(client, case, plain):
     if comes_through and not any(end.status for end in ends.values()):
         return f"{seconds:.0f} s, comes through"
     words = {name: NAMES.get(case.title, "a^") for name in ends} if plain else case.says
-    named = [bool(re.search(words[name], end.log, re.DOTALL)) for name, end in ends.items()]
+    named = [bool(re.search(words[name], ends[name].log, re.DOTALL)) for name in case.says]
     how = "names the cause" if all(named) else "names it on some nodes" if any(named) else "does not name it"
     return f"{seconds:.0f} s, {'fails, ' if comes_through else ''}{how}"
 

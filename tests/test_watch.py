@@ -68,10 +68,10 @@ def test_a_position_is_still_until_something_moves(monkeypatch):
 
 
 def lines(count, heard):
-    hub = Hub().watch("token")
+    hub = Hub(for_this_host=True).watch("token")
     place = ("127.0.0.1", hub.port, "token", "host")
     who = [{"rank": number, "name": f"rank {number}", "host": "host", "pid": 1} for number in range(count)]
-    return hub, [Line(place, one, heard.append) for one in who]
+    return hub, [Line(place, one, lambda record, ended: heard.append(record)) for one in who]
 
 
 def test_the_first_to_fail_is_told_to_all_and_a_doubtful_failure_waits_for_its_cause():

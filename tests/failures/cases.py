@@ -28,6 +28,11 @@ class Case(NamedTuple):
     deadline: float
     tracebacks: int = 0
 
+    @property
+    def concerns(self) -> list[str]:
+        """The nodes whose ends matter."""
+        return list(dict.fromkeys([*self.says, *self.statuses]))
+
 
 def nodes(cluster: Cluster, count: int = 2, nproc: int = 1, **options) -> None:
     for rank in range(count):

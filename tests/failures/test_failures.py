@@ -17,7 +17,7 @@ def ends(engine, request):
     def run(case: Case):
         with Cluster(engine, f"allranks-failures-{CASES.index(case)}") as cluster:
             case.make(cluster)
-            return cluster.wait(case.says, case.deadline)
+            return cluster.wait(case.concerns, case.deadline)
 
     asked = [
         item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())
