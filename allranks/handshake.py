@@ -123,8 +123,19 @@ def _belief(world: World, index: int, size: int, nproc: int, port: int, environ:
         "job": environ.get(variable, "") if variable else "",
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "",
-        "gpus": machine.gpus_of_ranks(gpus, nproc, world.local_rank if world.level == "process" else None),
+        "gpus": [gpus[local_rank % len(gpus)].uuid for local_rank in _local_ranks(world, nproc, len(gpus))],
     }
+
+
+def _local_ranks(world: World, nproc: int, gpus: int) -> range | tuple[int, ...]:
+    """The local ranks that this member stands for, as far as it can be told which GPU is whose."""
+    if not gpus:
+        return ()
+    if world.level == "node":
+        return range(nproc)
+    if world.local_rank is not None:
+        return (world.local_rank,)
+    return (0,) if gpus == 1 else ()
 
 
 def _open_store(world: World, hosts_it: bool):

@@ -1,6 +1,7 @@
 """What this host offers a job: CPUs, GPUs, a place for temporary files, a parent to live and die with."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -45,14 +46,7 @@ def gpus() -> list[Gpu]:
 
     Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars (CUDA_VISIBLE_DEVICES).
     """
-    with _driver() as nvml:
-        if nvml is None:
-            return []
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        found = [
-            Gpu(nvml.nvmlDeviceGetUUID(one), nvml.nvmlDeviceGetName(one), nvml.nvmlDeviceGetMemoryInfo(one).total)
-            for one in handles
-        ]
+    found = _all_gpus()
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return found
     shown = []
@@ -68,12 +62,16 @@ def gpus() -> list[Gpu]:
     return shown
 
 
-def gpus_of_ranks(seen: list[Gpu], nproc: int, local_rank: int | None) -> list[str]:
-    """The UUIDs of the GPUs that this process's ranks would use, in turn; local_rank: where it is a rank itself."""
-    if not seen:
-        return []
-    ranks = range(nproc) if local_rank is None else (local_rank,)
-    return [seen[rank % len(seen)].uuid for rank in ranks]
+@functools.cache
+def _all_gpus() -> list[Gpu]:
+    with _driver() as nvml:
+        if nvml is None:
+            return []
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return [
+            Gpu(nvml.nvmlDeviceGetUUID(one), nvml.nvmlDeviceGetName(one), nvml.nvmlDeviceGetMemoryInfo(one).total)
+            for one in handles
+        ]
 
 
 def small_shared_memory(path: str = "/dev/shm") -> int | None:
@@ -86,6 +84,7 @@ def small_shared_memory(path: str = "/dev/shm") -> int | None:
     return size if size < SMALL_SHM else None
 
 
+@functools.cache
 def driver() -> tuple[str, int] | None:
     """The NVIDIA driver's version, and the major version of CUDA that it offers; None where there is no driver."""
     with _driver() as nvml:
@@ -114,6 +113,7 @@ def _driver():
 
 
 def gpu_count() -> int:
+    """How many GPUs this process may use."""
     return len(gpus())
 
 

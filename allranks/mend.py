@@ -121,12 +121,13 @@ def check_nccl(environ) -> None:
         hidden = machine.driver() is not None
         why = "CUDA_VISIBLE_DEVICES hides them" if hidden else "the container was started without --gpus all"
         raise GpuUnusable(f"nccl asked for, and rank {rank} sees no GPU ({why}?)", "a GPU for each rank")
-    if local_rank >= len(seen):
+    shared = environ.get("ALLRANKS_SHARED_GPU")
+    if local_rank >= len(seen) and (shared or len(seen) > 1):  # one, not shared: its launcher shows each rank its own
         raise GpuUnusable(
             f"nccl asked for, and rank {rank} has LOCAL_RANK={local_rank} with {len(seen)} GPU(s) in sight",
             "a GPU for each local rank",
         )
-    if shared := environ.get("ALLRANKS_SHARED_GPU"):
+    if shared:
         raise GpuUnusable(f"nccl asked for, and {shared}", "a GPU for each rank")
 
 

@@ -69,6 +69,13 @@ def test_nccl_that_cannot_work_is_said_at_once_recorded_driver(environ, words):
     assert re.search(f"allranks: gpu-unusable: .*{words}", done.stderr), done.stderr
 
 
+def test_19_a_gpu_of_its_own_for_each_rank_is_no_error_recorded_driver():
+    """Slurm's --gpus-per-task: every task sees one GPU, its own, and has another local rank."""
+    check = "import os; from allranks import mend; mend.check_nccl(os.environ); print('fine')"
+    environ = {"RANK": "1", "LOCAL_RANK": "1", "GPUS": "2", "CUDA_VISIBLE_DEVICES": "1"}
+    assert python("-c", check, **DRIVER, **environ).stdout == "fine\n"
+
+
 @pytest.mark.parametrize("backend", ["", "nccl"])
 def test_20_two_ranks_on_one_gpu_train_with_gloo_unless_nccl_was_asked_for_recorded_driver(backend):
     port = str(free_port())
