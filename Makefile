@@ -4,7 +4,7 @@ include .env
 export BASE_IMAGE := $(or $(ASKED_BASE),$(BASE_IMAGE))
 PYTHON ?= python3
 VENV := .venv/bin
-REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+REVISION := $(shell git describe --always --exclude='*' --dirty 2>/dev/null || echo unknown)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,8 +61,8 @@ lock: .venv/done ## renew the three lock files from pyproject.toml
 	$(VENV)/uv pip compile $(LOCK) --group uv -o images/base/uv.lock
 LOCK := -q --upgrade --universal --python-version 3.10 --generate-hashes --no-header
 
-clean: ## remove .venv
-	rm -rf .venv
+clean: ## remove .venv and build/
+	rm -rf .venv build
 
 .venv/done: images/base/requirements.lock images/base/uv.lock tests/requirements.lock
 	$(PYTHON) -m venv --clear .venv

@@ -147,7 +147,9 @@ def _warn(who: dict):
 
 def leave() -> None:
     """This process needs nobody any more, and nobody needs it."""
+    global _hub
     if _line is not None:
         _line.close()
     if _hub is not None:
-        _hub.close()
+        hub, _hub = _hub, None
+        hub.close()

@@ -4,9 +4,10 @@ import threading
 import time
 
 import pytest
-from conftest import python, wait_until
+from conftest import python, start_python, wait_until
 
 from allranks.hub import Hub, find_stalled
+from allranks.network import free_port
 from allranks.position import Position
 from allranks.watch import Line
 
@@ -104,6 +105,7 @@ def test_a_farewell_is_no_failure_and_a_stranger_is_not_heard():
 
 
 UNDER_TORCHRUN = """
+import os
 import torch.distributed as dist
 import allranks
 allranks.launch()
@@ -140,3 +142,15 @@ for number in range(3):
 def test_a_process_group_can_be_made_again_in_the_same_job(script):
     done = python(script(AGAIN), NPROC_PER_NODE="2", timeout=60)
     assert done.returncode == 0 and done.stdout.split("\n").count("sum 2.0") == 6, done.stderr
+
+
+@pytest.mark.parametrize("failing", ["0", "1"])
+def test_ranks_without_a_parent_end_with_one_line_each(script, failing):
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAILING": failing}
+    path = script(UNDER_TORCHRUN.replace("dist.get_rank() == 1", "str(dist.get_rank()) == os.environ['FAILING']"))
+    ranks = [start_python(path, RANK=str(number), **environ) for number in range(2)]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1 if str(number) == failing else 82 for number in range(2)], said
+    for text in said:
+        assert text.count("allranks: rank-failed: rank " + failing) == 1
+    assert "".join(said).count("Traceback") == 1, said
