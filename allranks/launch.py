@@ -121,13 +121,13 @@ def _launch(
 
 
 def _look_at_gpus(world: World) -> None:
-    """Say at once, and once per node, that the driver is too old, or that an image for GPUs has none."""
+    """Say at once, and once per node, that the driver is too old, or that a container made for GPUs has none."""
     if machine.gpus():
         check_driver()
         return
     for_gpus = os.environ.get("NVIDIA_VISIBLE_DEVICES", "void") not in ("void", "none", "")
     if for_gpus and not world.local_rank and not _is_started_by_us() and machine.driver() is None:
-        say("no GPU here, training on the CPU (docker run --gpus all, on Kubernetes a limit of nvidia.com/gpu)")
+        say("no GPU here: gloo on the CPU (GPUs: docker run --gpus all, on Kubernetes a limit of nvidia.com/gpu)")
 
 
 def _enter(world: World, meet: bool) -> World:

@@ -179,7 +179,9 @@ def test_the_entry_command_of_the_guide(output):
 def test_the_default_command_without_a_gpu_says_what_to_do(output):
     status, out, err = output()
     assert (status, out) == (1, "")
-    assert err.startswith("mnist.py: --backend nccl needs a GPU") and err.endswith("use --backend gloo\n")
+    hint, error = err.splitlines()
+    assert hint.startswith("allranks: no GPU here: gloo on the CPU (GPUs: docker run --gpus all")
+    assert error.startswith("mnist.py: --backend nccl needs a GPU") and error.endswith("use --backend gloo")
 
 
 def test_options_alone_are_for_the_images_script(output):
