@@ -74,6 +74,8 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
         if index == 0:
             _Host(store, belief, timeout).decide()
         hosts, token, shared = _hear(store, ticket, belief, timeout)
+        if index == 0:
+            hub.watch(token)
         own = next(host for host in hosts if index in host["members"])
         leads = own["members"][0] == index
         if len(hosts) > 1:
@@ -95,7 +97,7 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
     return Met(
         hosts=hosts,
         hub=(first["address"] if place else "127.0.0.1", first["port"], token, first["name"]),
-        own_hub=None if index else hub.watch(token),
+        own_hub=None if index else hub,
         place=place,
         local=(own["members"].index(index), len(own["members"])),
         peer=None if len(hosts) == 1 else hosts[0 if place else 1]["address"],

@@ -121,7 +121,10 @@ class Hub:
         except OSError:
             data = b""
         member.heard = time.monotonic()
-        *lines, member.buffer = (member.buffer + data).split(b"\n")
+        member.buffer += data
+        lines: list[bytes] = []
+        if self._token:  # a rank may be here before this process has been told it: its next word is soon
+            *lines, member.buffer = member.buffer.split(b"\n")
         for line in lines:
             try:
                 self._take(member, json.loads(line))

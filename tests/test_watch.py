@@ -87,6 +87,20 @@ def test_the_first_to_fail_is_told_to_all_and_a_doubtful_failure_waits_for_its_c
     hub.close()
 
 
+def test_a_rank_that_is_there_before_the_hub_knows_the_token_is_heard():
+    heard = []
+    hub = Hub(for_this_host=True)
+    hub.start()
+    who = {"rank": 1, "name": "rank 1", "host": "host", "pid": 1}
+    early = Line(("127.0.0.1", hub.port, "token", "host"), who, lambda record, ended: heard.append(record))
+    wait_until(lambda: any(member.buffer for member in hub._members))
+    hub.watch("token")
+    wait_until(lambda: any(member.who for member in hub._members))
+    assert heard == []
+    early.close()
+    hub.close()
+
+
 def test_a_farewell_is_no_failure_and_a_stranger_is_not_heard():
     import socket
 
