@@ -53,6 +53,7 @@ class Line:
         self._closed = threading.Event()
         self._sock = socket.create_connection(hub[:2], 10.0)
         os.register_at_fork(after_in_child=self._forget)
+        self._say(self._who | {"stall": self.stall})  # before anything else, also before a failure that comes at once
         self._thread = threading.Thread(target=self._run, name="allranks watch", daemon=True)
         self._thread.start()
 
@@ -109,11 +110,9 @@ class Line:
             self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def _run(self) -> None:
-        data = heard = None
         try:
             self._sock.settimeout(10.0)
             self._sock.recv(len(Hub.GREETING), socket.MSG_WAITALL)
-            self._say(self._who | {"stall": self.stall})
             buffer, heard, woke = b"", time.monotonic(), time.monotonic()
             next_beat = 0.0
             while not self._closed.is_set() and self.first is None:

@@ -87,6 +87,18 @@ def test_the_first_to_fail_is_told_to_all_and_a_doubtful_failure_waits_for_its_c
     hub.close()
 
 
+def test_a_failure_right_after_the_start_is_heard():
+    for _ in range(20):
+        heard = []
+        hub, (one, other) = lines(2, heard)
+        assert other.report("rank 1 raised ImportError")["seen"] == "rank 1 raised ImportError"
+        wait_until(lambda: one.first is not None, timeout=5)  # noqa: B023
+        assert one.first["rank"] == 1 and other.first == one.first
+        for line in (one, other):
+            line.close()
+        hub.close()
+
+
 def test_a_rank_that_is_there_before_the_hub_knows_the_token_is_heard():
     heard = []
     hub = Hub(for_this_host=True)
