@@ -58,7 +58,8 @@ def fail(error: BaseException, status: int = 1) -> int:
     if _line is not None:
         seen = f"{_line.name} {seen}"
         first = _line.report(seen, code, doubtful)
-        if first["rank"] != _line.rank:
+        echo = doubtful and first["seen"] != seen  # of what the others did about this rank's stall
+        if first["rank"] != _line.rank or echo:
             if not _quiet:
                 _say_once(first)
             time.sleep(LINGER)

@@ -6,6 +6,8 @@ import time
 import pytest
 from conftest import python, start_python, wait_until
 
+from allranks import last_words
+from allranks.errors import Stalled
 from allranks.hub import Hub, find_stalled
 from allranks.network import free_port
 from allranks.position import Position
@@ -97,6 +99,19 @@ def test_a_failure_right_after_the_start_is_heard():
         for line in (one, other):
             line.close()
         hub.close()
+
+
+def test_a_lost_connection_after_the_verdict_is_no_second_failure(monkeypatch, capsys):
+    hub, (one,) = lines(1, [])
+    monkeypatch.setattr(last_words, "_line", one)
+    monkeypatch.setattr(last_words, "_said", threading.Lock())
+    hub._declare({"code": "stalled", "rank": 0, "seen": "rank 0, rank 1 wait for each other in vain"})
+    assert one.known.wait(5)
+    assert last_words.fail(RuntimeError("Connection closed by peer")) == Stalled.status
+    said = capsys.readouterr().err
+    assert "in vain" in said and "Traceback" not in said, said
+    one.close()
+    hub.close()
 
 
 def test_a_rank_that_is_there_before_the_hub_knows_the_token_is_heard():
