@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from allranks import interfaces, machine
-from allranks.errors import AllranksError, GpuUnusable, RankFailed, Stalled
+from allranks.errors import AllranksError, RankFailed, Stalled
 from allranks.launchers import BY_NAME
-from allranks.mend import OLDEST_DRIVER
+from allranks.mend import check_driver
 from allranks.mpi import find_master
 from allranks.network import check_port_free
 from allranks.resolve import World, overlooked
@@ -142,10 +142,7 @@ def driver(me: Member | None, offered: tuple[str, int] | None = None, cuda: str 
     seen = f"the NVIDIA driver {offered[0]} offers CUDA {offered[1]}"
     if not cuda:
         return WARNING, f"{seen}, but {built}"
-    needed = int(cuda.split(".")[0])
-    if offered[1] < needed:
-        oldest = OLDEST_DRIVER.get(needed, "a later release")
-        raise GpuUnusable(f"{seen}, and {built}", f"a driver of {oldest} or newer", "renew the host's driver")
+    check_driver(offered, cuda)
     return OK, f"{seen}; {built}"
 
 

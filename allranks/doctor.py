@@ -73,7 +73,7 @@ def _examine(me: Member, problem: AllranksError | None, timeout: float) -> hands
         if me.look("meeting", pairs.meet, me, timeout, met):
             me.look("names", pairs.names, [host["name"] for host in met[0].hosts])
             local = met[0].local[0] if me.kind == "rank" else 0
-            pairs.try_backends(me, met[0].store, met[0].peer, local, met[0].shared_gpu)
+            pairs.try_backends(me, met[0].store, met[0].peer, local, met[0].no_nccl)
             return met[0]
     elif may_meet:
         import torch.distributed as dist

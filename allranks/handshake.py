@@ -41,7 +41,7 @@ class Met(NamedTuple):
     hosts: one dict per host, in rank order: name, address, members. hub: (address, port, token, host) of the watch,
     which this process runs where own_hub is not None. place: the index of this member's host. local: (index, number)
     of this member among those of its host. peer: the address of another host, None where there is but one.
-    shared_gpu: who shares one, or nothing. store: on rank 0 it serves the others for as long as it is kept.
+    no_nccl: why nccl cannot work, or nothing. store: on rank 0 it serves the others for as long as it is kept.
     """
 
     hosts: list[dict]
@@ -50,7 +50,7 @@ class Met(NamedTuple):
     place: int
     local: tuple[int, int]
     peer: str | None
-    shared_gpu: str
+    no_nccl: str
     store: object
 
 
@@ -73,7 +73,7 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
         store.set(f"belief/{ticket}", json.dumps(belief))
         if index == 0:
             _Host(store, belief, timeout).decide()
-        hosts, token, shared = _hear(store, ticket, belief, timeout)
+        hosts, token, no_nccl = _hear(store, ticket, belief, timeout)
         if index == 0:
             hub.watch(token)
         own = next(host for host in hosts if index in host["members"])
@@ -101,7 +101,7 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
         place=place,
         local=(own["members"].index(index), len(own["members"])),
         peer=None if len(hosts) == 1 else hosts[0 if place else 1]["address"],
-        shared_gpu=shared,
+        no_nccl=no_nccl,
         store=store,
     )
 
@@ -125,6 +125,7 @@ def _belief(world: World, index: int, size: int, nproc: int, port: int, environ:
         "job": environ.get(variable, "") if variable else "",
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "",
+        "gpu_count": len(gpus),
         "gpus": [gpus[local_rank % len(gpus)].uuid for local_rank in _local_ranks(world, nproc, len(gpus))],
     }
 
@@ -195,7 +196,8 @@ class _Host:
                 say(f"waiting for the others {words}")
             time.sleep(POLL)
         if not error:
-            verdict = {"hosts": _hosts(self.beliefs), "token": os.urandom(8).hex(), "shared": _shared(self.beliefs)}
+            no_nccl = _shared(self.beliefs) or _lacking(self.beliefs, self.kind)
+            verdict = {"hosts": _hosts(self.beliefs), "token": os.urandom(8).hex(), "no_nccl": no_nccl}
             self.store.set("verdict", json.dumps(verdict))
             return
         self.store.set("verdict", _as_json(error))
@@ -288,6 +290,15 @@ def _shared(beliefs: list[dict]) -> str:
     return ""
 
 
+def _lacking(beliefs: list[dict], kind: str) -> str:
+    """Who sees no GPU while another does; empty where all or none do."""
+    without, most = min(beliefs, key=lambda one: one["gpu_count"]), max(beliefs, key=lambda one: one["gpu_count"])
+    if without["gpu_count"] or not most["gpu_count"]:
+        return ""
+    one, other = (f"{kind} {belief['index']} on {belief['host']}" for belief in (without, most))
+    return f"{one} sees no GPU, {other} sees {most['gpu_count']}"
+
+
 def _other_job(belief: dict, here: dict) -> AllranksError:
     return JobMismatch(
         f"this is job {belief['job']!r}, and job {here['job']!r} meets at this address and port (rank 0: process "
@@ -301,7 +312,7 @@ def _as_json(error: AllranksError) -> str:
 
 
 def _hear(store, ticket: int, belief: dict, timeout: float) -> tuple[list[dict], str, str]:
-    """Wait for the verdict: the hosts, the watch's token, who shares a GPU. Raises the error that all are told."""
+    """Wait for the verdict: the hosts, the watch's token, why nccl cannot work. Raises the error that all are told."""
     start = time.monotonic()
     next_word = start + SAY_EVERY
     while True:
@@ -327,7 +338,7 @@ def _hear(store, ticket: int, belief: dict, timeout: float) -> tuple[list[dict],
             "to be one of its ranks",
             "end the older job, or give this one another MASTER_PORT",
         )
-    return verdict["hosts"], verdict["token"], verdict["shared"]
+    return verdict["hosts"], verdict["token"], verdict["no_nccl"]
 
 
 def _reach(store, hosts: list[dict], own: dict, hub: Hub | None, world: World, decides: bool) -> None:

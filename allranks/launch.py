@@ -123,7 +123,9 @@ def _launch(
 def _look_at_gpus(world: World) -> None:
     """Say at once, and once per node, that the driver is too old, or that a container made for GPUs has none."""
     if machine.gpus():
-        check_driver()
+        import torch
+
+        check_driver(machine.driver(), torch.version.cuda)
         return
     for_gpus = os.environ.get("NVIDIA_VISIBLE_DEVICES", "void") not in ("void", "none", "")
     if for_gpus and not world.local_rank and not _is_started_by_us() and machine.driver() is None:
@@ -191,7 +193,7 @@ def _meet_nodes(world: World, nproc: int) -> tuple[World, tuple, Hub | None]:
             world = world._replace(master_port=free_port())  # nobody else has to know it: two jobs may share a host
         check_port_free(world.master_port)
         interfaces.choose(None, os.environ)
-        _share_gpus(len(seen) and nproc > len(seen) and f"{nproc} ranks have {len(seen)} GPU(s)")
+        _do_without_nccl(len(seen) and nproc > len(seen) and f"{nproc} ranks have {len(seen)} GPU(s)")
         token = os.urandom(8).hex()
         hub = Hub(for_this_host=True).watch(token)
         return world, ("127.0.0.1", hub.port, token, own_name()), hub
@@ -238,16 +240,16 @@ def _shake_hands(world: World, nproc: int) -> handshake.Met:
         say(f"warning: {chosen}")
     elif "ALLRANKS_DEBUG" in os.environ:
         say(chosen)
-    _share_gpus(met.shared_gpu)
+    _do_without_nccl(met.no_nccl)
     return met
 
 
-def _share_gpus(line: str) -> None:
-    """nccl refuses two ranks on one GPU: scripts that take their backend from BACKEND train with gloo then."""
+def _do_without_nccl(line: str) -> None:
+    """nccl wants a GPU for each rank: scripts that take their backend from BACKEND train with gloo then."""
     if line and os.environ.setdefault("BACKEND", "gloo") == "gloo":
         say(f"warning: {line}: BACKEND=gloo")
     if line:
-        os.environ["ALLRANKS_SHARED_GPU"] = line
+        os.environ["ALLRANKS_NO_NCCL"] = line
 
 
 def _find_script() -> Callable[[], object]:

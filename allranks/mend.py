@@ -99,36 +99,33 @@ def _check_groups(dist) -> None:
     c10d.init_process_group = dist.init_process_group = init_process_group
 
 
-def check_driver() -> None:
-    """Raise GpuUnusable where the NVIDIA driver is older than this torch needs."""
-    import torch
-
-    offered, needed = machine.driver(), int((torch.version.cuda or "0").split(".")[0])
+def check_driver(offered: tuple[str, int] | None, cuda: str | None) -> None:
+    """Raise GpuUnusable where the driver (its version, its CUDA's major version) is older than torch's CUDA needs."""
+    needed = int((cuda or "0").split(".")[0])
     if offered and offered[1] < needed:
         raise GpuUnusable(
-            f"the NVIDIA driver {offered[0]} offers CUDA {offered[1]}, and this torch {torch.__version__} is built "
-            f"for CUDA {torch.version.cuda}",
+            f"the NVIDIA driver {offered[0]} offers CUDA {offered[1]}, and this torch is built for CUDA {cuda}",
             f"a driver of {OLDEST_DRIVER.get(needed, 'a later release')} or newer",
             "renew the driver of the host, or set CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
 
 
 def check_nccl(environ) -> None:
-    """Raise GpuUnusable where nccl cannot work: no GPU for this rank, or one for two."""
+    """Raise GpuUnusable where nccl cannot work: no GPU for this rank, or one for two, or none on another node."""
     seen = machine.gpus()
     rank, local_rank = environ["RANK"], int(environ["LOCAL_RANK"])
     if not seen:
         hidden = machine.driver() is not None
         why = "CUDA_VISIBLE_DEVICES hides them" if hidden else "the container was started without --gpus all"
         raise GpuUnusable(f"nccl asked for, and rank {rank} sees no GPU ({why}?)", "a GPU for each rank")
-    shared = environ.get("ALLRANKS_SHARED_GPU")
-    if local_rank >= len(seen) and (shared or len(seen) > 1):  # one, not shared: its launcher shows each rank its own
+    why_not = environ.get("ALLRANKS_NO_NCCL")
+    if local_rank >= len(seen) and (why_not or len(seen) > 1):  # one, not shared: its launcher shows each rank its own
         raise GpuUnusable(
             f"nccl asked for, and rank {rank} has LOCAL_RANK={local_rank} with {len(seen)} GPU(s) in sight",
             "a GPU for each local rank",
         )
-    if shared:
-        raise GpuUnusable(f"nccl asked for, and {shared}", "a GPU for each rank")
+    if why_not:
+        raise GpuUnusable(f"nccl asked for, and {why_not}", "a GPU for each rank")
 
 
 def _count_batches(loader_class) -> None:

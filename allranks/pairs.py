@@ -54,10 +54,10 @@ def names(hosts: list[str], patience: float = 5.0) -> tuple[str, str]:
     return OK, f"resolved: {', '.join(list(found)[:8])}" + (f" and {len(found) - 8} more" if len(found) > 8 else "")
 
 
-def try_backends(me: Member, store, peer: str | None, local: int, shared_gpu: str) -> None:
+def try_backends(me: Member, store, peer: str | None, local: int, no_nccl: str) -> None:
     """One collective on each backend, the clocks, the pairs; ends at the first that fails.
 
-    local: the index of this member's GPU. shared_gpu: which members share one, or empty.
+    local: the index of this member's GPU. no_nccl: why nccl cannot work, or empty.
     """
     import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def try_backends(me: Member, store, peer: str | None, local: int, shared_gpu: st
     if me.size > 1 and not (me.look("clock", clock, me) and me.look("gloo pairs", _pairs, me, "gloo", "cpu", None)):
         return
     opened: list = []
-    if me.look("nccl collective", _open_nccl, me, local, shared_gpu, opened) and opened and me.size > 1:
+    if me.look("nccl collective", _open_nccl, me, local, no_nccl, opened) and opened and me.size > 1:
         me.look("nccl pairs", _pairs, me, "nccl", f"cuda:{local}", opened[0])
 
 
@@ -88,15 +88,15 @@ def _open_gloo(me: Member, store) -> tuple[str, str]:
     return _all_reduce(me, "cpu", None)
 
 
-def _open_nccl(me: Member, local: int, shared_gpu: str, opened: list) -> tuple[str, str]:
+def _open_nccl(me: Member, local: int, no_nccl: str, opened: list) -> tuple[str, str]:
     """For as long as our watchdog lets it: NCCL's own would end the process without a word of ours."""
     import torch
     import torch.distributed as dist
 
     able = torch.tensor([int(dist.is_nccl_available() and local < machine.gpu_count())])
     dist.all_reduce(able, op=dist.ReduceOp.MIN)  # all of them, or none
-    if shared_gpu or not able.item():
-        return WARNING if shared_gpu else OK, f"not tried: {shared_gpu or f'not every {me.kind} has a GPU'}"
+    if no_nccl or not able.item():
+        return WARNING if no_nccl else OK, f"not tried: {no_nccl or f'not every {me.kind} has a GPU'}"
     torch.cuda.set_device(local)
     try:
         opened.append(dist.new_group(backend="nccl", timeout=timedelta(minutes=5)))

@@ -176,12 +176,12 @@ def test_the_entry_command_of_the_guide(output):
     assert float(done_lines(out)[0]["accuracy"]) > 0.98
 
 
-def test_the_default_command_without_a_gpu_says_what_to_do(output):
+def test_the_default_command_without_a_gpu_trains_and_says_what_to_do(output):
     status, out, err = output()
-    assert (status, out) == (1, "")
-    hint, error = err.splitlines()
+    assert status == 0 and float(done_lines(out)[0]["accuracy"]) > 0.98, err
+    hint, instead = err.splitlines()
     assert hint.startswith("allranks: no GPU here: gloo on the CPU (GPUs: docker run --gpus all")
-    assert error.startswith("mnist.py: --backend nccl needs a GPU") and error.endswith("use --backend gloo")
+    assert instead.startswith("mnist.py: --backend nccl needs a GPU")
 
 
 def test_options_alone_are_for_the_images_script(output):
