@@ -1,9 +1,14 @@
 # What one does here. `make` alone lists it.
 ASKED_BASE := $(BASE_IMAGE)
 include .env
+ifdef VARIANT
+include images/base/$(VARIANT).env
+endif
+export VARIANT
 export BASE_IMAGE := $(or $(ASKED_BASE),$(BASE_IMAGE))
 PYTHON ?= python3
 VENV := .venv/bin
+IMAGE_LOCK := images/base/$(or $(VARIANT),requirements).lock
 REVISION := $(shell git describe --always --exclude='*' --dirty 2>/dev/null || echo unknown)
 
 help: ## this list
@@ -22,14 +27,14 @@ lint: .venv/done ## ruff, hadolint, shellcheck, yamllint
 	$(VENV)/shellcheck scripts/*.sh .ci/run
 	$(VENV)/yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 120}}}' compose k8s tests
 
-build: ## the images: allranks-base, pytorch-dist-mnist, pytorch-ddp
+build: $(IMAGE_LOCK) ## the images: allranks-base, pytorch-dist-mnist, pytorch-ddp; VARIANT=cpu: without CUDA
 	docker build -t $(BASE) $(BASE_ARGS) .
 	docker build -t $(BASE) $(BASE_ARGS) --build-arg PYTHON_VERSION="$$(docker run --rm --network none $(BASE) \
 	  python -c 'import platform; print(platform.python_version())')" .
 	docker build -t $(DIST_MNIST) --build-arg BASE=$(BASE) --build-arg SOURCE_DATE_EPOCH=$(EPOCH) images/pytorch-dist-mnist
 	docker build -t $(DDP) --build-arg BASE=$(BASE) --build-arg SOURCE_DATE_EPOCH=$(EPOCH) images/pytorch-ddp
 	scripts/sizes.sh $(IMAGES)
-BASE_ARGS = -f images/base/Dockerfile --build-arg SOURCE_DATE_EPOCH=$(EPOCH) --build-arg REVISION=$(REVISION) \
+BASE_ARGS = -f images/base/Dockerfile --build-arg VARIANT --build-arg SOURCE_DATE_EPOCH=$(EPOCH) --build-arg REVISION=$(REVISION) \
   --build-arg CREATED=$(CREATED) --build-arg BASE_IMAGE --build-arg BASE_DIGEST=$(BASE_DIGEST) \
   $(foreach name,TORCH TORCHVISION TORCH_CUDA NCCL CUDNN CUDA,--build-arg $(name)_VERSION=$($(name)_VERSION))
 BASE_DIGEST = $(shell docker image inspect $(BASE_IMAGE) \
@@ -55,22 +60,34 @@ up: ## the cluster of compose/, on the GPU where there is one; builds the image 
 	docker compose -f compose/docker-compose.yml \
 	  $$(docker info --format '{{json .Runtimes}}' | grep -q nvidia && echo -f compose/gpu.yml) up
 
-lock: .venv/done ## renew the three lock files from pyproject.toml
+lock: .venv/done ## renew the lock files from pyproject.toml, and the digest of the base
 	$(VENV)/uv pip compile $(LOCK) --group image -o images/base/requirements.lock
 	$(VENV)/uv pip compile $(LOCK) --group dev -c images/base/requirements.lock -o tests/requirements.lock
 	$(VENV)/uv pip compile $(LOCK) --group uv -o images/base/uv.lock
+	[ ! -f images/base/cpu.lock ] || $(MAKE) -B images/base/cpu.lock
+	$(MAKE) pin
+
+pin: # the base by the digest that its registry gives
+	digest=$$(docker buildx imagetools inspect $(BASE_TAG) --format '{{print .Manifest.Digest}}') \
+	  && sed -i.old "/^[A-Z ]*BASE_IMAGE=/s|=.*|=$(BASE_TAG)@$$digest|" .env images/base/Dockerfile \
+	  && rm .env.old images/base/Dockerfile.old
+BASE_TAG = $(shell sed -n 's/^BASE_IMAGE=\([^@]*\).*/\1/p' .env)
 LOCK := -q --upgrade --universal --python-version 3.10 --generate-hashes --no-header
+
+images/base/cpu.lock: # from an index of its own
+	$(PYTHON) -m venv build/uv && build/uv/bin/pip install -q --require-hashes -r images/base/uv.lock
+	build/uv/bin/uv pip compile $(LOCK) --group image --torch-backend cpu -c images/base/requirements.lock -o $@
 
 clean: ## remove .venv and build/
 	rm -rf .venv build
 
-.venv/done: images/base/requirements.lock images/base/uv.lock tests/requirements.lock
+.venv/done: $(IMAGE_LOCK) images/base/uv.lock tests/requirements.lock
 	$(PYTHON) -m venv --clear .venv
 	$(VENV)/pip install -q --disable-pip-version-check --require-hashes -r images/base/uv.lock
 	$(VENV)/uv pip install --python $(VENV)/python --compile-bytecode \
-	  --require-hashes -r images/base/requirements.lock -r tests/requirements.lock
+	  $(VARIANT:%=--torch-backend %) --require-hashes -r $(IMAGE_LOCK) -r tests/requirements.lock
 	echo $(CURDIR) > "$$($(VENV)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/allranks.pth"
 	touch $@
 
-.PHONY: help demo test lint build sizes sbom push pull-test up lock clean
+.PHONY: help demo test lint build sizes sbom push pull-test up lock pin clean
 .DEFAULT_GOAL := help

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # sizes.sh BASE CHILD...: the unpacked size of each image in MB, and what each child adds to the base.
-# Exit status 1 where one is larger than BASE_BUDGET or CHILD_BUDGET of .env allow.
+# Exit status 1 where one is larger than BASE_BUDGET or CHILD_BUDGET of .env (and images/base/VARIANT.env) allow.
 set -euo pipefail
+cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=/dev/null
-source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.env"
+source .env
+# shellcheck source=/dev/null
+[[ -z ${VARIANT:-} ]] || source "images/base/$VARIANT.env"
 
 size() { docker image inspect --format '{{.Size}}' "$1"; }
 over=0

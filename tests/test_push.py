@@ -311,6 +311,21 @@ def test_pull_test_fails_when_one_digest_is_not_there(checkout, images, push):
     assert lines[0] in done.stderr
 
 
+def test_the_base_is_pinned_by_the_digest_that_its_registry_gives(tmp_path, registry, images, push):
+    assert push(images[0]).returncode == 0
+    files = [tmp_path / ".env", tmp_path / "images/base/Dockerfile"]
+    files[1].parent.mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    base = f"{registry.name}/{images[0]}:latest"
+    files[0].write_text(f"BASE_IMAGE={base}@sha256:old\nBASE=name\n")
+    files[1].write_text(f"ARG BASE_IMAGE={base}\nFROM ${{BASE_IMAGE}}\nARG BASE_IMAGE BASE_DIGEST=\n")
+    done = run("make", "pin", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    pinned = f"BASE_IMAGE={base}@{registry.get(images[0], 'latest')[1]}\n"
+    assert files[0].read_text() == f"{pinned}BASE=name\n"
+    assert files[1].read_text() == f"ARG {pinned}FROM ${{BASE_IMAGE}}\nARG BASE_IMAGE BASE_DIGEST=\n"
+
+
 def test_help_is_the_header(push):
     done = push("--help")
     assert (done.returncode, done.stderr) == (0, "")
