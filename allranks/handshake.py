@@ -13,19 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import NamedTuple
 
-from allranks import interfaces, machine
-from allranks.errors import (
-    BY_CODE,
-    AllranksError,
-    JobMismatch,
-    PeerUnreachable,
-    RankTwice,
-    RendezvousFailed,
-    VersionMismatch,
-    WorldMismatch,
-)
+from allranks.beliefs import belief_of, by_host, disagreement, other_job, why_no_nccl
+from allranks.errors import BY_CODE, AllranksError, PeerUnreachable, RankTwice, RendezvousFailed
 from allranks.hub import Hub
-from allranks.launchers import BY_NAME
 from allranks.network import SAY_EVERY, port_taken, say, wait_for_master
 from allranks.resolve import World
 
@@ -65,7 +55,7 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
     agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not agents and index:
         wait_for_master(world.master_addr, world.master_port, timeout)
-    belief = _belief(world, index, size, nproc, hub.port, environ)
+    belief = belief_of(world, index, size, nproc, hub.port, environ)
     try:
         store = _open_store(world, hosts_it=not agents and index == 0)
         store = _prefixed(store, environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "")
@@ -104,41 +94,6 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
         no_nccl=no_nccl,
         store=store,
     )
-
-
-def _belief(world: World, index: int, size: int, nproc: int, port: int, environ: Mapping[str, str]) -> dict:
-    import torch
-
-    variable = BY_NAME[world.launcher].job
-    gpus = machine.gpus()
-    return {
-        "index": index,
-        "size": size,
-        "size_name": world.sources.get("nnodes" if world.level == "node" else "world_size", "WORLD_SIZE"),
-        "level": world.level,
-        "nproc": nproc if world.level == "node" else None,
-        "host": socket.gethostname(),
-        "identity": interfaces.identity() + (f" {index}" if "ALLRANKS_SIMULATED" in environ else ""),
-        "address": interfaces.own_address(world.master_addr),
-        "port": port,
-        "pid": os.getpid(),
-        "job": environ.get(variable, "") if variable else "",
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "",
-        "gpu_count": len(gpus),
-        "gpus": [gpus[local_rank % len(gpus)].uuid for local_rank in _local_ranks(world, nproc, len(gpus))],
-    }
-
-
-def _local_ranks(world: World, nproc: int, gpus: int) -> range | tuple[int, ...]:
-    """The local ranks that this member stands for, as far as it can be told which GPU is whose."""
-    if not gpus:
-        return ()
-    if world.level == "node":
-        return range(nproc)
-    if world.local_rank is not None:
-        return (world.local_rank,)
-    return (0,) if gpus == 1 else ()
 
 
 def _open_store(world: World, hosts_it: bool):
@@ -196,8 +151,8 @@ class _Host:
                 say(f"waiting for the others {words}")
             time.sleep(POLL)
         if not error:
-            no_nccl = _shared(self.beliefs) or _lacking(self.beliefs, self.kind)
-            verdict = {"hosts": _hosts(self.beliefs), "token": os.urandom(8).hex(), "no_nccl": no_nccl}
+            no_nccl = why_no_nccl(self.beliefs, self.kind)
+            verdict = {"hosts": by_host(self.beliefs), "token": os.urandom(8).hex(), "no_nccl": no_nccl}
             self.store.set("verdict", json.dumps(verdict))
             return
         self.store.set("verdict", _as_json(error))
@@ -216,7 +171,7 @@ class _Host:
             if belief["job"] == self.own["job"]:
                 self.beliefs.append(belief)
             else:
-                self.store.set(f"verdict/{self.read}", _as_json(_other_job(belief, self.own)))
+                self.store.set(f"verdict/{self.read}", _as_json(other_job(belief, self.own)))
 
     def _missing(self) -> str:
         here = {belief["index"]: belief["host"] for belief in self.beliefs}
@@ -232,79 +187,6 @@ class _Host:
 def _names(kind: str, indices: list[int]) -> str:
     shown = ", ".join(map(str, indices[:8])) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
     return f"{kind} {shown} is" if len(indices) == 1 else f"{kind}s {shown} are"
-
-
-def disagreement(beliefs: list[dict], kind: str = "rank") -> AllranksError | None:
-    """The error that these beliefs amount to, or None: the first of them is compared with the others."""
-
-    def who(belief: dict) -> str:
-        return f"{kind} {belief['index']} on {belief['host']}"
-
-    by_index: dict[int, dict] = {}
-    for one in sorted(beliefs, key=lambda belief: belief["index"]):
-        other = by_index.setdefault(one["index"], one)
-        if other is not one:
-            return RankTwice(
-                f"{kind} {one['index']} is there twice: process {other['pid']} on {other['host']} and process "
-                f"{one['pid']} on {one['host']}",
-                f"each {kind} once",
-            )
-    first, *others = by_index.values()
-    for other in others:
-        for field, name in (("level", "what a rank counts"), ("size", first["size_name"]), ("nproc", "ranks per node")):
-            if first[field] != other[field]:
-                return WorldMismatch(
-                    f"{name} differs: {first[field]} for {who(first)}, {other[field]} for {who(other)}",
-                    "the same everywhere",
-                )
-        for field, name in (("torch", "torch"), ("nccl", "NCCL")):
-            if first[field].split(".")[:2] != other[field].split(".")[:2] and (first[field] and other[field]):
-                return VersionMismatch(
-                    f"{name} differs: {first[field]} for {who(first)}, {other[field]} for {who(other)}",
-                    "the same major and minor version everywhere",
-                )
-    return None
-
-
-def _hosts(beliefs: list[dict]) -> list[dict]:
-    hosts: dict[str, dict] = {}
-    for belief in sorted(beliefs, key=lambda belief: belief["index"]):
-        place = {"name": belief["host"], "address": belief["address"], "port": belief["port"], "members": []}
-        hosts.setdefault(belief["identity"], place | {"tickets": []})
-        hosts[belief["identity"]]["members"].append(belief["index"])
-        hosts[belief["identity"]]["tickets"].append(belief["ticket"])
-    first, *others = hosts.values()
-    if others:  # the others know it as MASTER_ADDR, which may be a Service's and lead to that one port only
-        first["address"] = interfaces.own_address(others[0]["address"])
-    return [first, *others]
-
-
-def _shared(beliefs: list[dict]) -> str:
-    """Which two ranks would use the same GPU; empty where none do."""
-    users: dict[str, str] = {}
-    for belief in beliefs:
-        for gpu in belief["gpus"]:
-            who = f"a rank of {belief['host']} (process {belief['pid']})"
-            if users.setdefault(gpu, who) != who or belief["gpus"].count(gpu) > 1:
-                return f"{users[gpu]} and {who} share {gpu}"
-    return ""
-
-
-def _lacking(beliefs: list[dict], kind: str) -> str:
-    """Who sees no GPU while another does; empty where all or none do."""
-    without, most = min(beliefs, key=lambda one: one["gpu_count"]), max(beliefs, key=lambda one: one["gpu_count"])
-    if without["gpu_count"] or not most["gpu_count"]:
-        return ""
-    one, other = (f"{kind} {belief['index']} on {belief['host']}" for belief in (without, most))
-    return f"{one} sees no GPU, {other} sees {most['gpu_count']}"
-
-
-def _other_job(belief: dict, here: dict) -> AllranksError:
-    return JobMismatch(
-        f"this is job {belief['job']!r}, and job {here['job']!r} meets at this address and port (rank 0: process "
-        f"{here['pid']} on {here['host']})",
-        "an address and port for each job",
-    )
 
 
 def _as_json(error: AllranksError) -> str:

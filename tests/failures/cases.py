@@ -17,7 +17,7 @@ class Case(NamedTuple):
 
     number, title: of the catalogue. make: starts the nodes, makes the fault. says: what the lines of each node must
     match (for those nodes in it), and names the cause. statuses: of the nodes in it. deadline: seconds from the last
-    start, or the fault. tracebacks: how many there may be on all nodes together.
+    start, or the fault, on a machine that is not busy. tracebacks: how many there may be on all nodes together.
     """
 
     number: str
