@@ -8,9 +8,7 @@ from cases import CASES, Case
 from cluster import Cluster
 
 AT_ONCE = 3  # clusters: they mostly wait
-BUSY = (
-    30  # seconds more than a case's deadline, for a machine that has other things to do; without an end it is minutes
-)
+BUSY = 30  # seconds beyond a case's deadline, for a machine that has other things to do; what hangs takes minutes
 
 
 @pytest.fixture(scope="module")
