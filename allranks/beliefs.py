@@ -64,8 +64,8 @@ def disagreement(beliefs: list[dict], kind: str = "rank") -> AllranksError | Non
                 f"{one['pid']} on {one['host']}",
                 f"each {kind} once",
             )
-    first, *others = by_index.values()
-    for other in others:
+    first = next(iter(by_index.values()), None)
+    for other in list(by_index.values())[1:]:
         for field, name in (("level", "what a rank counts"), ("size", first["size_name"]), ("nproc", "ranks per node")):
             if first[field] != other[field]:
                 return WorldMismatch(

@@ -129,7 +129,8 @@ class _Host:
         self.store, self.own, self.size, self.timeout = store, own, own["size"], timeout
         self.kind = "node" if own["level"] == "node" else "rank"
         self.beliefs: list[dict] = []
-        self.read = 0  # tickets
+        self.tickets = 0
+        self.unread: list[int] = []  # tickets whose holders have not said anything yet
 
     def decide(self) -> None:
         """Wait for all, and write the verdict; an error stays until all have heard it."""
@@ -164,14 +165,16 @@ class _Host:
 
     def _read(self) -> None:
         """Take in the beliefs that have come since; those of another job are told so, and are not our affair."""
-        while self.read < self.store.add("tickets", 0) and self.store.check([f"belief/{self.read + 1}"]):
-            self.read += 1
-            belief = json.loads(self.store.get(f"belief/{self.read}"))
-            belief["ticket"] = self.read
+        before, self.tickets = self.tickets, self.store.add("tickets", 0)
+        self.unread += range(before + 1, self.tickets + 1)
+        for ticket in [one for one in self.unread if self.store.check([f"belief/{one}"])]:
+            self.unread.remove(ticket)
+            belief = json.loads(self.store.get(f"belief/{ticket}"))
+            belief["ticket"] = ticket
             if belief["job"] == self.own["job"]:
                 self.beliefs.append(belief)
             else:
-                self.store.set(f"verdict/{self.read}", _as_json(other_job(belief, self.own)))
+                self.store.set(f"verdict/{ticket}", _as_json(other_job(belief, self.own)))
 
     def _missing(self) -> str:
         here = {belief["index"]: belief["host"] for belief in self.beliefs}
