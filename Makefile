@@ -37,8 +37,11 @@ build: $(IMAGE_LOCK) ## the images: allranks-base, pytorch-dist-mnist, pytorch-d
 BASE_ARGS = -f images/base/Dockerfile --build-arg VARIANT --build-arg SOURCE_DATE_EPOCH=$(EPOCH) --build-arg REVISION=$(REVISION) \
   --build-arg CREATED=$(CREATED) --build-arg BASE_IMAGE --build-arg BASE_DIGEST=$(BASE_DIGEST) \
   $(foreach name,TORCH TORCHVISION TORCH_CUDA NCCL CUDNN CUDA,--build-arg $(name)_VERSION=$($(name)_VERSION))
-BASE_DIGEST = $(shell docker image inspect $(BASE_IMAGE) \
-  --format '{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' 2>/dev/null | sed 's/.*@//')
+# of an image that is here, else of its registry: a build pulls without leaving an image here
+BASE_DIGEST = $(strip $(shell (docker image inspect $(BASE_IMAGE) \
+  --format '{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' 2>/dev/null \
+  || $(READ_DIGEST) $(BASE_IMAGE) 2>/dev/null) | sed 's/.*@//'))
+READ_DIGEST := docker buildx imagetools inspect --format '{{print .Manifest.Digest}}'
 EPOCH := $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
 CREATED := $(shell TZ=UTC0 git log -1 --date=format-local:%Y-%m-%dT%H:%M:%SZ --format=%cd 2>/dev/null)
 IMAGES := $(BASE) $(DIST_MNIST) $(DDP)
@@ -68,7 +71,7 @@ lock: .venv/done ## renew the lock files from pyproject.toml, and the digest of 
 	$(MAKE) pin
 
 pin: # the base by the digest that its registry gives
-	digest=$$(docker buildx imagetools inspect $(BASE_TAG) --format '{{print .Manifest.Digest}}') \
+	digest=$$($(READ_DIGEST) $(BASE_TAG)) \
 	  && sed -i.old "/^[A-Z ]*BASE_IMAGE=/s|=.*|=$(BASE_TAG)@$$digest|" .env images/base/Dockerfile \
 	  && rm .env.old images/base/Dockerfile.old
 BASE_TAG = $(shell sed -n 's/^BASE_IMAGE=\([^@]*\).*/\1/p' .env)

@@ -136,7 +136,8 @@ def test_kubeflows_options_and_what_is_written(tmp_path):
 def test_nccl_without_a_gpu_is_said_once_and_done_without():
     done = python(DIST_MNIST / "mnist.py", "--backend", "nccl", CUDA_VISIBLE_DEVICES="", NPROC_PER_NODE="2")
     assert done.returncode == 0
-    assert done.stderr == "mnist.py: --backend nccl needs a GPU for each rank: gloo on the CPU instead\n"
+    instead = "gloo on the CPU instead (with GPUs: docker run --gpus all)"
+    assert done.stderr == f"mnist.py: --backend nccl needs a GPU for each rank: {instead}\n"
     assert [rank["sum"] for rank in done_lines(done.stdout)] == ["3", "3"]
 
 

@@ -40,7 +40,8 @@ def main():
     if backend == "nccl" and device.type == "cpu":
         backend = "gloo"
         if os.environ["RANK"] == "0":
-            print("mnist.py: --backend nccl needs a GPU for each rank: gloo on the CPU instead", file=sys.stderr)
+            instead = "gloo on the CPU instead (with GPUs: docker run --gpus all)"
+            print(f"mnist.py: --backend nccl needs a GPU for each rank: {instead}", file=sys.stderr)
     dist.init_process_group(backend)
     total = check_communication(device)
     done = f"done rank={dist.get_rank()} world_size={dist.get_world_size()}"
