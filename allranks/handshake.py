@@ -16,7 +16,7 @@ from typing import NamedTuple
 from allranks.beliefs import belief_of, by_host, disagreement, other_job, why_no_nccl
 from allranks.errors import BY_CODE, AllranksError, PeerUnreachable, RankTwice, RendezvousFailed
 from allranks.hub import Hub
-from allranks.network import SAY_EVERY, port_taken, say, wait_for_master
+from allranks.network import SAY_EVERY, parent_was_hung_up_on, port_taken, say, wait_for_master
 from allranks.resolve import World
 
 POLL = 0.01  # seconds between two looks into the store
@@ -58,6 +58,13 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
     belief = belief_of(world, index, size, nproc, hub.port, environ)
     try:
         store = _open_store(world, hosts_it=not agents and index == 0)
+        if agents and parent_was_hung_up_on(world.master_port):
+            raise RendezvousFailed(
+                f"node {environ['GROUP_RANK']}'s torchrun met the others at {world.master_addr}:{world.master_port}, "
+                "and that store has gone: another answers there",
+                "the store of rank 0's node to stay",
+                "start torchrun again on this node too, as has been done on rank 0's",
+            )
         store = _prefixed(store, environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "")
         ticket = store.add("tickets", 1)
         store.set(f"belief/{ticket}", json.dumps(belief))
@@ -211,6 +218,8 @@ def _hear(store, ticket: int, belief: dict, timeout: float) -> tuple[list[dict],
             next_word += SAY_EVERY
             if store.check(["waiting"]):
                 say(f"waiting for the others {store.get('waiting').decode()}")
+            else:
+                say(f"waiting for rank 0 ({now - start:.0f} of {timeout:.0f} s)")
         time.sleep(POLL)
     verdict = json.loads(store.get(key))
     store.add("heard", 1)

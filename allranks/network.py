@@ -1,5 +1,6 @@
 """The way to the master: its name, its port, and whether the port is ours to open."""
 
+import contextlib
 import errno
 import os
 import socket
@@ -104,6 +105,23 @@ def _is_store(probe: socket.socket) -> bool:
         return probe.recv(4, socket.MSG_WAITALL) == nonce
     except OSError:
         return False
+
+
+def parent_was_hung_up_on(port: int) -> bool:
+    """Whether the process that started this one has a connection to that port of a host which that host has ended.
+
+    False where this cannot be seen. Source: https://docs.kernel.org/networking/proc_net_tcp.html (8 is CLOSE_WAIT).
+    """
+    with contextlib.suppress(OSError, ValueError):
+        folder = f"/proc/{os.getppid()}/fd"
+        held = {os.readlink(f"{folder}/{number}") for number in os.listdir(folder)}
+        for table in ("tcp", "tcp6"):
+            with open(f"/proc/net/{table}") as file:
+                for line in file.readlines()[1:]:
+                    _, _, remote, state, *_, inode = line.split()[:10]
+                    if state == "08" and int(remote.rpartition(":")[2], 16) == port and f"socket:[{inode}]" in held:
+                        return True
+    return False
 
 
 def _state(problem: AllranksError) -> str:

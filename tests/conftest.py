@@ -1,5 +1,6 @@
 """Where things are, how a process of the tests is run, and what this machine can do."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -24,10 +25,20 @@ def clean_environ(**extra):
     return kept | {"GLOO_SOCKET_IFNAME": "lo"} | extra
 
 
+class Process(subprocess.Popen):
+    """A process group; nothing of it outlives a `with` block that fails."""
+
+    def __exit__(self, failure, *what):
+        if failure:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(failure, *what)
+
+
 def start(*command, cwd=None, **environ):
     """Start a command in a process group of its own, its output piped as text."""
     options = {"env": clean_environ(**environ), "text": True, "start_new_session": True, "cwd": cwd}
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return Process([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
 def start_python(*args, **options):
@@ -43,11 +54,7 @@ def python(*args, **options):
 def run(*args, timeout=120, **options):
     """Run a command to its end; return (returncode, stdout, stderr). Nothing of it outlives the time-out."""
     with start(*args, **options) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+        stdout, stderr = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
 
 

@@ -1,12 +1,12 @@
-"""The host of the handshake's store, on what the others have put there. The whole of it is in tests/failures."""
+"""Both ends of the handshake's store, each on its own. The whole of it is in tests/failures."""
 
 import json
 
 import pytest
 from torch.distributed import HashStore
 
+from allranks import handshake
 from allranks.errors import RendezvousFailed
-from allranks.handshake import _Host
 
 
 def belief(index, **other):
@@ -31,6 +31,14 @@ def test_one_that_has_a_ticket_and_says_nothing_keeps_the_others_from_nothing(ar
         store.set(f"belief/{ticket}", json.dumps(belief(index)))
     store.add("heard", 2)
     with pytest.raises(RendezvousFailed) as error:
-        _Host(store, belief(0), timeout=0.1).decide()
+        handshake._Host(store, belief(0), timeout=0.1).decide()
     seen = error.value.parts[0]
     assert seen.startswith(f"{missing} missing") and all(f"rank {index} on h{index}" in seen for index in arrived)
+
+
+def test_ranks_that_wait_for_rank_0_say_so(monkeypatch, capsys):
+    monkeypatch.setattr(handshake, "SAY_EVERY", 0.05)
+    monkeypatch.setattr(handshake, "LINGER", 0)
+    with pytest.raises(RendezvousFailed):
+        handshake._hear(HashStore(), 1, belief(1), timeout=0.3)
+    assert "waiting for rank 0 (0 of 0 s)" in capsys.readouterr().err

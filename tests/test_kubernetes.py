@@ -201,12 +201,11 @@ class Namespace:
 
     def pod(self, job):
         """The name of the job's pod, once its ranks have been started."""
-        look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'allranks run' | wc -l"
 
         def ready():
-            running = [pod for pod in self.pods(job) if pod["status"]["phase"] == "Running"]
-            names.extend(pod["metadata"]["name"] for pod in running)
-            return running and int(self("exec", names[-1], "--", "bash", "-c", look, check=False) or 0) >= 3
+            names[:] = [pod["metadata"]["name"] for pod in self.pods(job) if pod["status"]["phase"] == "Running"]
+            look = ["--", "pgrep", "-fc", "python -u -m allranks run"]
+            return names and int(self("exec", names[-1], *look, check=False) or 0) >= 2
 
         names = []
         wait_until(ready, timeout=90)
@@ -293,7 +292,11 @@ def test_a_lost_pod_is_replaced_and_all_nodes_meet_again(namespace, lost):
 
 def check_both_nodes(namespace):
     jobs = ("job/test-0", "job/test-1")
-    namespace("wait", "--for=condition=complete", *jobs, "--timeout=180s", timeout=190)
+    try:
+        namespace("wait", "--for=condition=complete", *jobs, "--timeout=180s", timeout=190)
+    except AssertionError:
+        print(*(namespace("logs", pod, check=False) for pod in namespace("get", "pods", "-o", "name").split()))
+        raise
     succeeded = [
         pod for job in ("test-0", "test-1") for pod in namespace.pods(job) if pod["status"]["phase"] == "Succeeded"
     ]

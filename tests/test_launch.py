@@ -67,6 +67,21 @@ dist.destroy_process_group()
 print("ended")
 """
 
+COME_LATE = """
+import os, pathlib, sys, time
+import allranks
+from torch import distributed as dist
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"rank{rank}.new").write_text(str(os.getpid()))
+(folder / f"rank{rank}.new").rename(folder / f"rank{rank}")
+while not (folder / "come").exists():
+    time.sleep(0.01)
+allranks.launch()
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+print("ended")
+"""
+
 
 def simulate(script, *args, launcher="sing", nnodes=2, nproc=2, **environ):
     shape = ["--launcher", launcher, "--nnodes", nnodes, "--nproc-per-node", nproc]
@@ -211,6 +226,36 @@ def test_ranks_that_torchrun_has_started_again(script):
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["ended 0 1", "ended 1 1"]
+
+
+def test_ranks_whose_torchrun_met_at_a_store_that_has_been_started_again(script, tmp_path):
+    # between torchrun's own meeting and that of its ranks: the new one would wait for a node that never comes
+    port, late = free_port(), script(COME_LATE)
+
+    def node(rank):
+        shape = f"--nnodes=2 --node-rank={rank} --master-addr=127.0.0.1 --master-port={port}".split()
+        return start_python("-m", "torch.distributed.run", *shape, late, tmp_path)
+
+    with node(0) as first, node(1) as second:
+        wait_until(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)))
+        for pid in (first.pid, int((tmp_path / "rank0").read_text())):
+            os.kill(pid, signal.SIGKILL)
+        first.communicate()
+        with node(0) as first:
+            wait_until(lambda: answers(port))
+            (tmp_path / "come").touch()
+            _, said = second.communicate(timeout=60)
+            assert second.returncode
+            assert f"node 1's torchrun met the others at 127.0.0.1:{port}, and that store has gone" in said
+            with node(1) as second:
+                for one in (first, second):
+                    stdout, stderr = one.communicate(timeout=60)
+                    assert (one.returncode, stdout) == (0, "ended\n"), stderr
+
+
+def answers(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("last_words", ["", "dist.destroy_process_group()"], ids=["left open", "destroyed"])
