@@ -80,7 +80,8 @@ def launcher(me: Member, problem: AllranksError | None) -> tuple[str, str]:
     if line := overlooked(me.world, os.environ):
         return WARNING, line
     row = BY_NAME[me.world.launcher]
-    seen = ", ".join(f"{name}={os.environ[name]}" for name in (*row.marks, "MASTER_PORT") if name in os.environ)
+    names = row.marks_in(os.environ) + ["MASTER_PORT"] * ("MASTER_PORT" in os.environ)
+    seen = ", ".join(f"{name}={os.environ[name]}" for name in names)
     return OK, f"{row.name}: {me.kind} {me.index} of {me.size}" + (f" ({seen})" if seen else ", no variables set")
 
 

@@ -18,7 +18,11 @@ def explain(world: World, environ: Mapping[str, str]) -> Iterator[str]:
 
 def _rows(world: World, environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     row = BY_NAME[world.launcher]
-    why = "ALLRANKS_LAUNCHER" if "ALLRANKS_LAUNCHER" in environ else _marks(row, environ) or "no launcher's variables"
+    why = (
+        "ALLRANKS_LAUNCHER"
+        if "ALLRANKS_LAUNCHER" in environ
+        else ", ".join(row.marks_in(environ)) or "no launcher's variables"
+    )
     yield "launcher", f"{row.name} ({row.title})", why
     yield "level", row.level, f"its rank counts {'nodes' if row.level == 'node' else 'processes'}"
     for field, value in world._asdict().items():
@@ -26,7 +30,7 @@ def _rows(world: World, environ: Mapping[str, str]) -> Iterator[tuple[str, str, 
             yield field, "not known yet" if value is None else str(value), world.sources.get(field, "")
     for other in visible(environ):
         if other.name not in (world.launcher, "none"):
-            yield "seen, not meant", other.name, _marks(other, environ)
+            yield "seen, not meant", other.name, ", ".join(other.marks_in(environ))
     if world.level == "node" and world.local_world_size:
         for node in range(min(world.nnodes, NODES_SHOWN)):
             first = node * world.local_world_size
@@ -37,7 +41,3 @@ def _rows(world: World, environ: Mapping[str, str]) -> Iterator[tuple[str, str, 
     if line := overlooked(world, environ):
         yield "warning", line, ""
     yield "torchrun", shlex.join(torchrun_command(["train.py"], None)), ""
-
-
-def _marks(row, environ: Mapping[str, str]) -> str:
-    return ", ".join(name for name in row.marks if name in environ)

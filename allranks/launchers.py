@@ -3,11 +3,14 @@
 One row per launcher, in order of precedence: see `resolve` for what happens where several are visible.
 """
 
+import fnmatch
 import json
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
+
+from allranks.errors import InvalidVariable
 
 Environ = Mapping[str, str]
 NOTHING: Mapping = MappingProxyType({})
@@ -20,7 +23,7 @@ class Launcher(NamedTuple):
     title:      for people
     level:      "node": its rank counts nodes, and every node starts one process per GPU;
                 "process": it has already started every rank
-    marks:      the variables that give it away
+    marks:      the variables that give it away; a * stands for any characters
     marks_seen: how many of them must be visible before it is recognised
     fields:     field of World -> its variable; all of them must be there
     docs:       where this is documented
@@ -53,18 +56,34 @@ class Launcher(NamedTuple):
     host_addr: tuple[str, str] | None = None
     example: Callable[[dict], Mapping[str, str]] = lambda world: NOTHING
 
+    def marks_in(self, environ: Environ) -> list[str]:
+        """Those of the variables that give it away."""
+        return [name for mark in self.marks for name in fnmatch.filter(environ, mark)]
+
 
 # --- readers: what a variable means that is not simply the value ------------------------------------------------------
 
 
 def _number_or_all(text: str, environ: Environ) -> str | None:
     """torchrun takes words besides numbers, all of which mean "as many as there are"."""
-    return None if text in ("auto", "gpu", "cpu") else text
+    return None if text in ("auto", "gpu", "cpu", "xpu") else text
 
 
 def _some(text: str, environ: Environ) -> str | None:
     """0 GPUs say nothing about the number of ranks."""
     return None if text == "0" else text
+
+
+def _torchruns_nodes(text: str, environ: Environ) -> str:
+    """torchrun takes MIN:MAX, too, which Kubeflow writes for an elastic job."""
+    least, _, most = text.partition(":")
+    if most and (most != least or "PET_NODE_RANK" not in environ):
+        raise InvalidVariable(
+            f"PET_NNODES={text}: an elastic job, whose nodes get their ranks from torchrun",
+            "a script that torchrun starts",
+            "start it as `torchrun SCRIPT` or `serve.sh SCRIPT`",
+        )
+    return least
 
 
 def _first_line(text: str, environ: Environ) -> str:
@@ -96,14 +115,21 @@ def _slurm_port(text: str, environ: Environ) -> str:
     return str(10_000 + (int(text) + 1_009 * int(environ.get("SLURM_STEP_ID", "0"))) % 20_000)
 
 
-def _one_task_per_node(environ: Environ) -> bool:
-    return environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
+def _slurms_tasks(environ: Environ) -> str:
+    """What the tasks of this step stand for: "node", "rank", or nothing where it is the shell of `salloc`.
+
+    Source: SLURM_INTERACTIVE_STEP, https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in
+    """
+    if environ.get("SLURM_STEP_ID") == str(0xFFFF_FFFA):
+        return ""
+    return "node" if environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES") else "rank"
 
 
 def _not_slurms(environ: Environ) -> bool:
-    """Slurm, too, sets PMI's variables (srun --mpi=pmi2): those of an mpirun inside its step differ from its own."""
-    return environ.get("PMI_RANK") != environ.get("SLURM_PROCID") or environ.get("PMI_SIZE") != environ.get(
-        "SLURM_STEP_NUM_TASKS"
+    """Slurm, too, sets PMI's variables (srun --mpi=pmi2), and mpirun starts its proxies as the tasks of a step."""
+    return "MPI_LOCALNRANKS" in environ or any(
+        environ.get(mpis) != environ.get(slurms)
+        for mpis, slurms in (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     )
 
 
@@ -112,9 +138,9 @@ def _host_index(text: str, environ: Environ) -> str:
 
 
 def _lsf_first_host(text: str, environ: Environ) -> str:
-    """`batch1 1 host1 42 host2 42` -> `host1`: the first entry is where the job's script runs, and no rank."""
-    hosts = text.split()[::2]
-    return hosts[1] if len(hosts) > 1 else hosts[0]
+    """`batch1 1 host1 42 host2 42` -> `host1`: one with one slot before the others is where the job's script runs."""
+    hosts, slots = text.split()[::2], text.split()[1::2]
+    return hosts[1] if len(hosts) > 1 and slots[0] == "1" else hosts[0]
 
 
 def _is_thd(environ: Environ) -> bool:
@@ -170,7 +196,19 @@ LAUNCHERS = (
         when=_not_slurms,
         certain=True,
         meets=True,
-        docs="https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md",
+        docs="https://github.com/pmodels/mpich/blob/main/src/pm/hydra/proxy/pmip_cb.c",
+    ),
+    Launcher(
+        name="mvapich",
+        title="MVAPICH2's mpirun_rsh",
+        level="process",
+        marks=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        marks_seen=2,
+        fields={"rank": "MV2_COMM_WORLD_RANK", "world_size": "MV2_COMM_WORLD_SIZE"}
+        | {"local_rank": "MV2_COMM_WORLD_LOCAL_RANK", "local_world_size": "MV2_COMM_WORLD_LOCAL_SIZE"}
+        | {"master_addr": "MASTER_ADDR"},
+        certain=True,
+        docs="https://mvapich.cse.ohio-state.edu/userguide/",
     ),
     Launcher(
         name="lsf",
@@ -183,7 +221,7 @@ LAUNCHERS = (
         optional={"local_world_size": "JSM_NAMESPACE_LOCAL_SIZE", "master_port": "LSB_JOBID"},
         read={"master_addr": _lsf_first_host, "master_port": lambda text, environ: str(10_000 + int(text) % 20_000)},
         job="LSB_JOBID",
-        docs="https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=jsm-environment-variables",
+        docs="https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsm_kickoff.htm",
         example=lambda world: {"LSB_MCPU_HOSTS": "batch1 1 host1 42 host2 42", "LSB_JOBID": "4711"},
     ),
     Launcher(
@@ -198,7 +236,7 @@ LAUNCHERS = (
         | {"local_world_size": "SLURM_STEP_TASKS_PER_NODE"}
         | _SLURM,
         read={"local_world_size": slurm_tasks_here, "master_addr": slurm_first_host, "master_port": _slurm_port},
-        when=lambda environ: not _one_task_per_node(environ),
+        when=lambda environ: _slurms_tasks(environ) == "rank",
         job="SLURM_JOB_ID",
         docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
         example=lambda world: (
@@ -213,7 +251,7 @@ LAUNCHERS = (
         marks_seen=2,
         fields={"node_rank": "SLURM_NODEID", "nnodes": "SLURM_STEP_NUM_NODES"} | _SLURM,
         read={"master_addr": slurm_first_host, "master_port": _slurm_port},
-        when=_one_task_per_node,
+        when=lambda environ: _slurms_tasks(environ) == "node",
         job="SLURM_JOB_ID",
         docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
         example=lambda world: (
@@ -229,7 +267,7 @@ LAUNCHERS = (
         when=lambda environ: "PET_NODE_RANK" in environ or environ.get("PET_NNODES") != "1",
         fields={"node_rank": "PET_NODE_RANK", "nnodes": "PET_NNODES", "master_addr": "PET_MASTER_ADDR"},
         optional={"local_world_size": "PET_NPROC_PER_NODE", "master_port": "PET_MASTER_PORT"},
-        read={"local_world_size": _number_or_all},
+        read={"local_world_size": _number_or_all, "nnodes": _torchruns_nodes},
         # PyTorchJob sets RANK and WORLD_SIZE, too: the one counts nodes, the other processes
         covers=("indexed-job", "volcano", "pods", "pai-dlc", "thd", "bare"),
         docs="https://github.com/kubeflow/trainer/blob/8c0f505/pkg/runtime/framework/plugins/torch/torch.go",
@@ -286,7 +324,7 @@ LAUNCHERS = (
         name="volcano",
         title="Volcano's pytorch plugin",
         level="node",
-        marks=("VC_TASK_INDEX", "VK_TASK_INDEX", "VC_MASTER_HOSTS", "VC_WORKER_HOSTS"),
+        marks=("VC_*_HOSTS", "VC_TASK_INDEX", "VK_TASK_INDEX"),  # of its plugins svc (tasks have any name) and env
         marks_seen=1,
         fields=_NODE,
         optional={"master_port": "MASTER_PORT"},
@@ -330,7 +368,7 @@ LAUNCHERS = (
         fields=_NODE,
         when=lambda environ: "LOCAL_RANK" not in environ,
         covers=("thd", "bare"),
-        docs="https://www.alibabacloud.com/help/en/pai/user-guide/built-in-environment-variables-of-dlc",
+        docs="https://www.alibabacloud.com/help/en/pai/general-environment-variables",
     ),
     Launcher(
         name="deepspeed",

@@ -84,7 +84,7 @@ def overlooked(world: World, environ: Mapping[str, str]) -> str | None:
 
 def visible(environ: Mapping[str, str]) -> list[Launcher]:
     """The rows whose marks are there, in order of precedence; not all of them need be meant."""
-    return [row for row in LAUNCHERS if sum(map(environ.__contains__, row.marks)) >= row.marks_seen]
+    return [row for row in LAUNCHERS if len(row.marks_in(environ)) >= row.marks_seen]
 
 
 def _choose(environ: Mapping[str, str]) -> Launcher:
@@ -175,7 +175,8 @@ def _require(row: Launcher, environ: Mapping[str, str], known: dict, needs_maste
         needed.append("MASTER_ADDR")
     missing = [variable for variable in needed if variable not in environ]
     if missing:
-        there = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys((*row.marks, *needed)) if name in environ)
+        given = dict.fromkeys((*row.marks_in(environ), *filter(environ.__contains__, needed)))
+        there = ", ".join(f"{name}={environ[name]}" for name in given)
         raise MissingVariable(
             f"{', '.join(missing)} not set, though {there} {'is' if there.count('=') == 1 else 'are'}",
             f"all variables of the launcher {row.name!r} ({row.title})",

@@ -93,6 +93,7 @@ def launcher_variables() -> set[str]:
         names |= {
             *row.example(dict.fromkeys(World._fields, 0)),
             *row.marks,
+            *row.marks_in(os.environ),
             *row.fields.values(),
             *row.optional.values(),
             *(row.host_addr or ())[:1],

@@ -48,6 +48,14 @@ OPENMPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "7",
 }
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+# from its launcher's source
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node0",
+}
 PET = {
     "PET_NNODES": "2",
     "PET_NODE_RANK": "1",
@@ -80,6 +88,9 @@ SLURM_NODES = {
 }
 # captured: the script of sbatch is no step, and SLURM_PROCID=0 in it says nothing
 SBATCH = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
+# captured: the shell of salloc -N2 with LaunchParameters=use_interactive_step is a step, of one task on one node
+SALLOC = SBATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
+SALLOC |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "node0"}
 # captured: srun -N2 --mpi=pmi2 adds these
 PMI2 = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "10"}
 # from the launchers' documentation
@@ -135,8 +146,12 @@ THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
         (OPENMPI, {"local_rank": 1, "local_world_size": 2, "node_rank": None}),
         (MPICH, {"launcher": "mpich", "rank": 3, "world_size": 4, "local_rank": 1, "master_addr": None}),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, {"launcher": "mpich", "master_addr": "127.0.0.1", "nnodes": 1}),
+        (MVAPICH, {"launcher": "mvapich", "rank": 3, "local_rank": 1, "local_world_size": 2, "master_addr": "node0"}),
+        (MPICH | MVAPICH, {"launcher": "mpich", "rank": 3}),  # MVAPICH's other launcher is MPICH's
         (PET, {"launcher": "pet", "level": "node", "node_rank": 1, "nnodes": 2, "world_size": 8, "master_port": 29400}),
         (PET | {"PET_NPROC_PER_NODE": "auto"}, {"world_size": None, "local_world_size": None}),
+        (PET | {"PET_NPROC_PER_NODE": "xpu"}, {"local_world_size": None}),
+        (PET | {"PET_NNODES": "2:2"}, {"nnodes": 2}),  # as an elastic PyTorchJob with a master has it
         (PET | {"NPROC_PER_NODE": "2"}, {"world_size": 4}),
         (PYTORCHJOB | {"PET_STANDALONE": ""}, {"launcher": "pet", "node_rank": 1, "world_size": 8}),
         (PYTORCHJOB | {"POD_NAMESPACE": "default"}, {"launcher": "pet"}),
@@ -153,15 +168,20 @@ THD_MASTER = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
         (SLURM_NODES | LOCAL, {"launcher": "bare", "rank": 3}),  # whatever runs in the task has started this
         (SLURM | LOCAL, {"rank": 3, "local_rank": 1}),
         (SLURM | {"RANK": "3", "WORLD_SIZE": "4"}, {"launcher": "slurm"}),  # exported by the job's script, and right
+        # mpirun's own proxies are the tasks of a step: with one rank per node the two count alike
+        (SLURM_NODES | MPICH | PMI2, {"launcher": "mpich", "rank": 1, "local_world_size": 2}),
         (SBATCH, {"launcher": "none"}),
+        (SALLOC, {"launcher": "none"}),
         (JSRUN, {"launcher": "lsf", "rank": 3, "local_rank": 1, "master_addr": "host1"}),
         (JSRUN | {"LSB_JOBID": "70123"}, {"master_port": 20123}),
+        (JSRUN | {"LSB_MCPU_HOSTS": "host1 42 host2 42"}, {"master_addr": "host1"}),  # no batch host
         (SKYPILOT, {"launcher": "skypilot", "node_rank": 1, "nnodes": 2, "master_addr": "10.0.0.1"}),
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, {"world_size": 16}),
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, {"world_size": None}),
         (SAGEMAKER, {"launcher": "sagemaker", "node_rank": 1, "nnodes": 2, "world_size": 16, "master_addr": "algo-1"}),
         (SAGEMAKER | {"RANK": "1", "WORLD_SIZE": "2"}, {"launcher": "sagemaker"}),
         (VOLCANO, {"launcher": "volcano", "level": "node", "node_rank": 1, "master_port": 23456}),
+        (BARE | {"VC_CHIEF_HOSTS": "job-chief-0.job"}, {"launcher": "volcano", "node_rank": 1}),  # tasks of any name
         (VOLCANO | {"POD_NAMESPACE": "lab", "NPROC_PER_NODE": "2"}, {"launcher": "volcano", "world_size": 4}),
         (INDEXED_JOB, {"launcher": "indexed-job", "node_rank": 1, "nnodes": 2, "master_addr": "job-0.svc"}),
         ({"JOB_COMPLETION_INDEX": "1"}, {"launcher": "none"}),  # pods that know nothing of each other
@@ -210,7 +230,7 @@ def test_sources_name_the_variable():
 
 
 EVERY_ROW = [
-    *(TORCHRUN, OPENMPI, MPICH, JSRUN, SLURM, SLURM_NODES, PET, SING, SKYPILOT, SAGEMAKER, VOLCANO, PODS),
+    *(TORCHRUN, OPENMPI, MPICH, MVAPICH, JSRUN, SLURM, SLURM_NODES, PET, SING, SKYPILOT, SAGEMAKER, VOLCANO, PODS),
     *(INDEXED_JOB, PAI_DLC, DEEPSPEED, AZUREML, COMPOSER, THD, BARE),
 ]
 
@@ -317,6 +337,8 @@ def test_the_first_host_of_a_compressed_list(text, expected):
         (BARE | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}, InvalidVariable, "LOCAL_WORLD_SIZE=3 with WORLD_SIZE=2"),
         (THD | {"MASTER_ADDR": "node0:x"}, InvalidVariable, "MASTER_ADDR='x' is not a number"),
         (SING | {"NPROC_PER_NODE": "gpu"}, InvalidVariable, "NPROC_PER_NODE='gpu'"),
+        (PET | {"PET_NNODES": "1:4"}, InvalidVariable, "PET_NNODES=1:4: an elastic job.*start it as `torchrun SCRIPT`"),
+        ({"PET_NNODES": "2:2"}, InvalidVariable, "PET_NNODES=2:2: an elastic job"),
         (SING | PODS | {"RANK": "0"}, LauncherConflict, "SING_RANK=1 and pods .* says RANK=0.*ALLRANKS_LAUNCHER=sing"),
         (SING | BARE | {"WORLD_SIZE": "4"}, LauncherConflict, "SING_WORLD_SIZE=2 and .* says WORLD_SIZE=4"),
         (
