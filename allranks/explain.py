@@ -18,12 +18,8 @@ def explain(world: World, environ: Mapping[str, str]) -> Iterator[str]:
 
 def _rows(world: World, environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     row = BY_NAME[world.launcher]
-    why = (
-        "ALLRANKS_LAUNCHER"
-        if "ALLRANKS_LAUNCHER" in environ
-        else ", ".join(row.marks_in(environ)) or "no launcher's variables"
-    )
-    yield "launcher", f"{row.name} ({row.title})", why
+    marks = ["ALLRANKS_LAUNCHER"] if "ALLRANKS_LAUNCHER" in environ else row.marks_in(environ)
+    yield "launcher", f"{row.name} ({row.title})", ", ".join(marks) or "no launcher's variables"
     yield "level", row.level, f"its rank counts {'nodes' if row.level == 'node' else 'processes'}"
     for field, value in world._asdict().items():
         if field not in ("launcher", "level", "sources"):

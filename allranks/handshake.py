@@ -57,15 +57,7 @@ def meet(world: World, nproc: int, timeout: float, environ: Mapping[str, str] = 
         wait_for_master(world.master_addr, world.master_port, timeout)
     belief = belief_of(world, index, size, nproc, hub.port, environ)
     try:
-        store = _open_store(world, hosts_it=not agents and index == 0)
-        if agents and parent_was_hung_up_on(world.master_port):
-            raise RendezvousFailed(
-                f"node {environ['GROUP_RANK']}'s torchrun met the others at {world.master_addr}:{world.master_port}, "
-                "and that store has gone: another answers there",
-                "the store of rank 0's node to stay",
-                "start torchrun again on this node too, as has been done on rank 0's",
-            )
-        store = _prefixed(store, environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "")
+        store = _agents_store(world, environ) if agents else _prefixed(_open_store(world, hosts_it=index == 0))
         ticket = store.add("tickets", 1)
         store.set(f"belief/{ticket}", json.dumps(belief))
         if index == 0:
@@ -123,7 +115,20 @@ def _open_store(world: World, hosts_it: bool):
         raise
 
 
-def _prefixed(store, attempt: str):
+def _agents_store(world: World, environ: Mapping[str, str]):
+    """The store that torchrun's agents have met at; ranks that it starts again have their own keys there."""
+    store = _open_store(world, hosts_it=False)
+    if parent_was_hung_up_on(world.master_port):
+        raise RendezvousFailed(
+            f"node {world.node_rank}'s torchrun met the others at {world.master_addr}:{world.master_port}, "
+            "and that store has gone: another answers there",
+            "the store of rank 0's node to stay",
+            "start torchrun again on this node too, as has been done on rank 0's",
+        )
+    return _prefixed(store, environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _prefixed(store, attempt: str = ""):
     from torch.distributed import PrefixStore
 
     return PrefixStore(f"allranks/{attempt}", store)

@@ -5,14 +5,13 @@ One row per launcher, in order of precedence: see `resolve` for what happens whe
 
 import fnmatch
 import json
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from allranks.errors import InvalidVariable
+from allranks import readings
+from allranks.readings import Environ
 
-Environ = Mapping[str, str]
 NOTHING: Mapping = MappingProxyType({})
 
 
@@ -61,95 +60,6 @@ class Launcher(NamedTuple):
         return [name for mark in self.marks for name in fnmatch.filter(environ, mark)]
 
 
-# --- readers: what a variable means that is not simply the value ------------------------------------------------------
-
-
-def _number_or_all(text: str, environ: Environ) -> str | None:
-    """torchrun takes words besides numbers, all of which mean "as many as there are"."""
-    return None if text in ("auto", "gpu", "cpu", "xpu") else text
-
-
-def _some(text: str, environ: Environ) -> str | None:
-    """0 GPUs say nothing about the number of ranks."""
-    return None if text == "0" else text
-
-
-def _torchruns_nodes(text: str, environ: Environ) -> str:
-    """torchrun takes MIN:MAX, too, which Kubeflow writes for an elastic job."""
-    least, _, most = text.partition(":")
-    if most and (most != least or "PET_NODE_RANK" not in environ):
-        raise InvalidVariable(
-            f"PET_NNODES={text}: an elastic job, whose nodes get their ranks from torchrun",
-            "a script that torchrun starts",
-            "start it as `torchrun SCRIPT` or `serve.sh SCRIPT`",
-        )
-    return least
-
-
-def _first_line(text: str, environ: Environ) -> str:
-    return text.split()[0]
-
-
-def slurm_first_host(text: str, environ: Environ = NOTHING) -> str:
-    """`rack[01-04]n[1,3],gpu7` -> `rack01n1`: the host of task 0."""
-    first = re.match(r"(?:[^\[\],]|\[[^\[\]]+\])+", text)
-    if not first or text[first.end() : first.end() + 1] not in ("", ","):
-        raise ValueError(text)
-    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
-
-
-def slurm_tasks_here(text: str, environ: Environ) -> str | None:
-    """`2(x3),1` on node 3 (from 0) -> `1`; None where the node is not one of the step's, which is said elsewhere."""
-    counts = []
-    for part in text.split(","):
-        count, _, times = part.removesuffix(")").partition("(x")
-        counts += [str(int(count))] * min(int(times or 1), 100_000)
-    node, nnodes = environ.get("SLURM_NODEID", ""), environ.get("SLURM_STEP_NUM_NODES", "")
-    if not (node.isdecimal() and nnodes.isdecimal() and int(node) < int(nnodes)):
-        return None
-    return counts[int(node)]
-
-
-def _slurm_port(text: str, environ: Environ) -> str:
-    """One that jobs and steps on the same hosts do not share: 10000 to 29999, below those that kernels hand out."""
-    return str(10_000 + (int(text) + 1_009 * int(environ.get("SLURM_STEP_ID", "0"))) % 20_000)
-
-
-def _slurms_tasks(environ: Environ) -> str:
-    """What the tasks of this step stand for: "node", "rank", or nothing where it is the shell of `salloc`.
-
-    Source: SLURM_INTERACTIVE_STEP, https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in
-    """
-    if environ.get("SLURM_STEP_ID") == str(0xFFFF_FFFA):
-        return ""
-    return "node" if environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES") else "rank"
-
-
-def _not_slurms(environ: Environ) -> bool:
-    """Slurm, too, sets PMI's variables (srun --mpi=pmi2), and mpirun starts its proxies as the tasks of a step."""
-    return "MPI_LOCALNRANKS" in environ or any(
-        environ.get(mpis) != environ.get(slurms)
-        for mpis, slurms in (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
-    )
-
-
-def _host_index(text: str, environ: Environ) -> str:
-    return str(list(json.loads(environ["SM_HOSTS"])).index(text))
-
-
-def _lsf_first_host(text: str, environ: Environ) -> str:
-    """`batch1 1 host1 42 host2 42` -> `host1`: one with one slot before the others is where the job's script runs."""
-    hosts, slots = text.split()[::2], text.split()[1::2]
-    return hosts[1] if len(hosts) > 1 and slots[0] == "1" else hosts[0]
-
-
-def _is_thd(environ: Environ) -> bool:
-    """MASTER_ADDR=host:port on the workers; a port and no address on rank 0."""
-    if "MASTER_ADDR" in environ:
-        return environ["MASTER_ADDR"].count(":") == 1
-    return environ.get("RANK") == "0" and "MASTER_PORT" in environ
-
-
 _PROCESS = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
 _NODE = {"node_rank": "RANK", "nnodes": "WORLD_SIZE", "master_addr": "MASTER_ADDR"}
 _SLURM = {"master_addr": "SLURM_STEP_NODELIST", "master_port": "SLURM_JOB_ID"}
@@ -193,7 +103,7 @@ LAUNCHERS = (
         marks_seen=1,
         fields={"rank": "PMI_RANK", "world_size": "PMI_SIZE"},
         optional={"local_rank": "MPI_LOCALRANKID", "local_world_size": "MPI_LOCALNRANKS", "master_addr": "MASTER_ADDR"},
-        when=_not_slurms,
+        when=readings.not_slurms,
         certain=True,
         meets=True,
         docs="https://github.com/pmodels/mpich/blob/main/src/pm/hydra/proxy/pmip_cb.c",
@@ -219,7 +129,10 @@ LAUNCHERS = (
         fields={"rank": "JSM_NAMESPACE_RANK", "world_size": "JSM_NAMESPACE_SIZE"}
         | {"local_rank": "JSM_NAMESPACE_LOCAL_RANK", "master_addr": "LSB_MCPU_HOSTS"},
         optional={"local_world_size": "JSM_NAMESPACE_LOCAL_SIZE", "master_port": "LSB_JOBID"},
-        read={"master_addr": _lsf_first_host, "master_port": lambda text, environ: str(10_000 + int(text) % 20_000)},
+        read={
+            "master_addr": readings.lsf_first_host,
+            "master_port": lambda text, environ: str(10_000 + int(text) % 20_000),
+        },
         job="LSB_JOBID",
         docs="https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsm_kickoff.htm",
         example=lambda world: {"LSB_MCPU_HOSTS": "batch1 1 host1 42 host2 42", "LSB_JOBID": "4711"},
@@ -235,8 +148,12 @@ LAUNCHERS = (
         | {"node_rank": "SLURM_NODEID", "nnodes": "SLURM_STEP_NUM_NODES"}
         | {"local_world_size": "SLURM_STEP_TASKS_PER_NODE"}
         | _SLURM,
-        read={"local_world_size": slurm_tasks_here, "master_addr": slurm_first_host, "master_port": _slurm_port},
-        when=lambda environ: _slurms_tasks(environ) == "rank",
+        read={
+            "local_world_size": readings.slurm_tasks_here,
+            "master_addr": readings.slurm_first_host,
+            "master_port": readings.slurm_port,
+        },
+        when=lambda environ: readings.slurms_tasks(environ) == "rank",
         job="SLURM_JOB_ID",
         docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
         example=lambda world: (
@@ -250,8 +167,8 @@ LAUNCHERS = (
         marks=("SLURM_STEP_ID", "SLURM_PROCID"),
         marks_seen=2,
         fields={"node_rank": "SLURM_NODEID", "nnodes": "SLURM_STEP_NUM_NODES"} | _SLURM,
-        read={"master_addr": slurm_first_host, "master_port": _slurm_port},
-        when=lambda environ: _slurms_tasks(environ) == "node",
+        read={"master_addr": readings.slurm_first_host, "master_port": readings.slurm_port},
+        when=lambda environ: readings.slurms_tasks(environ) == "node",
         job="SLURM_JOB_ID",
         docs="https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
         example=lambda world: (
@@ -267,7 +184,7 @@ LAUNCHERS = (
         when=lambda environ: "PET_NODE_RANK" in environ or environ.get("PET_NNODES") != "1",
         fields={"node_rank": "PET_NODE_RANK", "nnodes": "PET_NNODES", "master_addr": "PET_MASTER_ADDR"},
         optional={"local_world_size": "PET_NPROC_PER_NODE", "master_port": "PET_MASTER_PORT"},
-        read={"local_world_size": _number_or_all, "nnodes": _torchruns_nodes},
+        read={"local_world_size": readings.number_or_all, "nnodes": readings.torchruns_nodes},
         # PyTorchJob sets RANK and WORLD_SIZE, too: the one counts nodes, the other processes
         covers=("indexed-job", "volcano", "pods", "pai-dlc", "thd", "bare"),
         docs="https://github.com/kubeflow/trainer/blob/8c0f505/pkg/runtime/framework/plugins/torch/torch.go",
@@ -295,7 +212,7 @@ LAUNCHERS = (
         marks_seen=1,
         fields={"node_rank": "SKYPILOT_NODE_RANK", "nnodes": "SKYPILOT_NUM_NODES", "master_addr": "SKYPILOT_NODE_IPS"},
         optional={"local_world_size": "SKYPILOT_NUM_GPUS_PER_NODE"},
-        read={"master_addr": _first_line, "local_world_size": _some},
+        read={"master_addr": readings.first_line, "local_world_size": readings.some},
         job="SKYPILOT_TASK_ID",
         docs="https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html",
         example=lambda world: {"SKYPILOT_NODE_IPS": "203.0.113.1\n203.0.113.2"},
@@ -309,10 +226,10 @@ LAUNCHERS = (
         fields={"nnodes": "SM_HOSTS", "node_rank": "SM_CURRENT_HOST", "master_addr": "SM_HOSTS"},
         optional={"local_world_size": "SM_NUM_GPUS"},
         read={
-            "node_rank": _host_index,
+            "node_rank": readings.host_index,
             "nnodes": lambda text, environ: str(len(json.loads(text))),
             "master_addr": lambda text, environ: str(json.loads(text)[0]),
-            "local_world_size": _some,
+            "local_world_size": readings.some,
         },
         docs="https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md",
         example=lambda world: {
@@ -413,7 +330,7 @@ LAUNCHERS = (
         marks_seen=1,
         fields={"rank": "RANK", "world_size": "WORLD_SIZE"},
         optional={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE", "master_addr": "MASTER_ADDR"},
-        when=_is_thd,
+        when=readings.is_thd,
         docs="https://pytorch.org/docs/2.5/distributed.html#environment-variable-initialization",
     ),
     Launcher(
@@ -424,7 +341,7 @@ LAUNCHERS = (
         marks_seen=1,
         fields={"rank": "RANK", "world_size": "WORLD_SIZE", "master_addr": "MASTER_ADDR"},
         optional={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"},
-        when=lambda environ: not _is_thd(environ),
+        when=lambda environ: not readings.is_thd(environ),
         docs="https://pytorch.org/docs/2.5/distributed.html#environment-variable-initialization",
     ),
     Launcher(

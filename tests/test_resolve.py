@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from allranks import AllranksError, resolve
 from allranks.errors import InvalidVariable, LauncherConflict, MasterIsLoopback, MissingVariable
-from allranks.launchers import BY_NAME, LAUNCHERS, slurm_first_host
+from allranks.launchers import BY_NAME, LAUNCHERS
+from allranks.readings import slurm_first_host
 from allranks.resolve import split_address
 from allranks.simulate import environments, launcher_variables
 
@@ -305,7 +306,7 @@ def test_whatever_the_environment_there_is_a_world_or_an_error_of_ours(environ, 
     ],
 )
 def test_the_first_host_of_a_compressed_list(text, expected):
-    assert slurm_first_host(text) == expected
+    assert slurm_first_host(text, {}) == expected
 
 
 @pytest.mark.parametrize(
