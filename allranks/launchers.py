@@ -129,10 +129,7 @@ LAUNCHERS = (
         fields={"rank": "JSM_NAMESPACE_RANK", "world_size": "JSM_NAMESPACE_SIZE"}
         | {"local_rank": "JSM_NAMESPACE_LOCAL_RANK", "master_addr": "LSB_MCPU_HOSTS"},
         optional={"local_world_size": "JSM_NAMESPACE_LOCAL_SIZE", "master_port": "LSB_JOBID"},
-        read={
-            "master_addr": readings.lsf_first_host,
-            "master_port": lambda text, environ: str(10_000 + int(text) % 20_000),
-        },
+        read={"master_addr": readings.lsf_first_host, "master_port": readings.job_port},
         job="LSB_JOBID",
         docs="https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsm_kickoff.htm",
         example=lambda world: {"LSB_MCPU_HOSTS": "batch1 1 host1 42 host2 42", "LSB_JOBID": "4711"},

@@ -58,9 +58,14 @@ def slurm_tasks_here(text: str, environ: Environ) -> str | None:
     return counts[int(node)]
 
 
+def job_port(text: str, environ: Environ) -> str:
+    """One that jobs on the same hosts do not share: 10000 to 29999, below those that kernels hand out."""
+    return str(10_000 + int(text) % 20_000)
+
+
 def slurm_port(text: str, environ: Environ) -> str:
-    """One that jobs and steps on the same hosts do not share: 10000 to 29999, below those that kernels hand out."""
-    return str(10_000 + (int(text) + 1_009 * int(environ.get("SLURM_STEP_ID", "0"))) % 20_000)
+    """As of a job, and not shared by its steps."""
+    return job_port(str(int(text) + 1_009 * int(environ.get("SLURM_STEP_ID", "0"))), environ)
 
 
 def slurms_tasks(environ: Environ) -> str:

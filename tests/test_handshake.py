@@ -9,7 +9,7 @@ from allranks import handshake
 from allranks.errors import RendezvousFailed
 
 
-def belief(index, **other):
+def belief(index):
     said = {
         "index": index,
         "size": 3,
@@ -18,7 +18,7 @@ def belief(index, **other):
         "nproc": None,
         "host": f"h{index}",
     }
-    return said | {"job": "", "torch": "2.5.1", "nccl": "", "pid": 1, "gpus": [], "gpu_count": 0} | other
+    return said | {"job": "", "torch": "2.5.1", "nccl": "", "pid": 1, "gpus": [], "gpu_count": 0}
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,18 @@ SLURM_NODES = {
 # captured: the script of sbatch is no step, and SLURM_PROCID=0 in it says nothing
 SBATCH = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
 # captured: the shell of salloc -N2 with LaunchParameters=use_interactive_step is a step, of one task on one node
-SALLOC = SBATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
-SALLOC |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "node0"}
+SALLOC = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "node0",
+}
 # captured: srun -N2 --mpi=pmi2 adds these
 PMI2 = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "10"}
 # from the launchers' documentation
